@@ -1,0 +1,597 @@
+"""What the numbered scripts share: do_bench settings, roofs and peaks, the clock log, tables and results.
+
+Import this before triton: where no GPU can be used, it switches Triton to its interpreter, and Triton reads
+that switch when it is imported. A script reads
+
+    report = common.start(__doc__, ...)                       # flags, device, header
+    with report.table("providers", "title") as table:         # warm-up, clock log, printed table
+        table.time({"n": n}, {"triton": f, "torch": g}, bytes=3 * n * 4)
+    report.finish()                                           # results/<gpu>/, with --save
+"""
+import argparse
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported; 05, which compiles, sets "0"
+import tabulate
+import triton
+import triton.testing
+
+ROOT = Path(__file__).resolve().parent
+INTERPRETED = triton.knobs.runtime.interpret
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+# ---------------------------------------------------------------- roofs and peaks
+
+# Dense FLOPs per clock per SM with FP32 accumulation, and the vendor's dense BF16 rate that each row must give:
+# SMs x boost GHz x FLOPs per clock = TFLOP/s (NVIDIA's architecture whitepapers and datasheets).
+# name pattern, {BF16 and FP16, TF32, FP32}, (GPU, SMs, GHz, vendor's BF16 TFLOP/s)
+PEAKS = [
+    (r"A100\b", 2048, 1024, 128, ("NVIDIA A100-SXM4-80GB", 108, 1.41, 312.0)),
+    (r"A10|A40|RTX A[2-6][05]00", 1024, 512, 256, ("NVIDIA A40", 84, 1.74, 149.7)),
+    (r"GeForce RTX 30[5-9]0", 512, 256, 256, ("NVIDIA GeForce RTX 3090", 82, 1.695, 71.0)),
+    (r"L4|L40S|RTX (?:4000|4500|5000|6000)(?: SFF)? Ada", 1024, 512, 256, ("NVIDIA L4", 58, 2.04, 121.0)),
+    (r"L40|GeForce RTX 40[5-9]0", 512, 256, 256, ("NVIDIA GeForce RTX 4090", 128, 2.52, 165.2)),
+    (r"H100|H200|GH200", 4096, 2048, 256, ("NVIDIA H100 80GB HBM3", 132, 1.83, 989.4)),
+    (r"B200|GB200", 8192, 4096, 256, ("NVIDIA B200", 148, 1.86, 2250.0)),
+    (r"GeForce RTX 50[5-9]0", 512, 256, 256, ("NVIDIA GeForce RTX 5090", 170, 2.407, 209.5)),
+    (r"RTX PRO \d+ Blackwell", 1024, 512, 256, ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 2.617, 503.8)),
+]
+
+
+def rated_gbps(mem_mhz, bus_bits):
+    """Rated DRAM bandwidth in GB/s: memory clock in MHz x 2 (double data rate) x bus width in bytes."""
+    return mem_mhz * 2 * bus_bits / 8 / 1000
+
+
+def peak_tflops(gpu_name, sms, sm_mhz, dtype):
+    """Dense peak in TFLOP/s at a clock, or None where the GPU is not in PEAKS ("peak unknown", never a guess).
+
+    gpu_name is what torch.cuda.get_device_name gives; dtype is the unit that does the work: "bf16", "fp16",
+    "tf32" or "fp32". SMs x FLOPs per clock per SM x clock.
+    """
+    if dtype not in ("bf16", "fp16", "tf32", "fp32"):
+        raise ValueError(f"dtype is {dtype!r}; peaks are known for bf16, fp16, tf32 and fp32")
+    for pattern, bf16, tf32, fp32, _ in PEAKS:
+        if re.search(rf"\b(?:{pattern})(?![\w])", gpu_name):
+            per_clock = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}[dtype]
+            return sms * per_clock * sm_mhz * 1e6 / 1e12
+    return None
+
+
+# ---------------------------------------------------------------- the GPU in hand
+
+def smi(fields, *extra):
+    """One nvidia-smi query as a list of strings; raises OSError or CalledProcessError where it cannot be had."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *extra]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    return [field.strip() for field in out.strip().splitlines()[0].split(",")]
+
+
+def gpu_facts(device):
+    """What the tables need to know of a CUDA device (sizes in bytes, the bus in bits, the limit in watts)."""
+    props = torch.cuda.get_device_properties(device)
+    facts = {"name": props.name, "cc": f"{props.major}.{props.minor}", "sms": props.multi_processor_count,
+             "l2_bytes": props.L2_cache_size, "memory_bytes": props.total_memory, "uuid": f"GPU-{props.uuid}",
+             "bus_bits": triton.runtime.driver.active.utils.get_device_properties(device)["mem_bus_width"],
+             "power_limit_w": None, "driver": None}
+    try:
+        limit, facts["driver"] = smi(["power.limit", "driver_version"], "-i", facts["uuid"])
+        facts["power_limit_w"] = float(limit)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        pass  # the clock log's note says that there is no nvidia-smi
+    return facts
+
+
+class ClockLog:
+    """nvidia-smi running beside a table, every 20 ms: SM and memory clock, power, throttle reasons.
+
+    Samples carry nvidia-smi's own time stamps, so that its buffering does not matter: the log is read once, at
+    the end, and each row takes the medians of the samples that fall into its timed windows.
+    """
+    REASONS = {0x4: "power cap", 0x8: "hw slowdown", 0x20: "sw thermal", 0x40: "hw thermal", 0x80: "power brake",
+               0x2: "app clocks", 0x10: "sync boost", 0x100: "display clocks"}
+
+    def __init__(self, uuid):
+        self.process, self.samples, self.problem = None, [], None
+        for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the older name
+            for power in ("power.draw.instant", "power.draw"):
+                fields = ["timestamp", "clocks.sm", "clocks.mem", power, reasons]
+                try:
+                    self._parse(", ".join(smi(fields, "-i", uuid)))
+                except FileNotFoundError:
+                    self.problem = "nvidia-smi is not on the PATH"
+                    return
+                except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+                    self.problem = f"nvidia-smi answered with nothing usable ({type(error).__name__})"
+                    continue
+                self.problem = None
+                self.file = tempfile.TemporaryFile("w+")
+                command = ["nvidia-smi", "-i", uuid, f"--query-gpu={','.join(fields)}",
+                           "--format=csv,noheader,nounits", "-lms", "20"]
+                self.process = subprocess.Popen(command, stdout=self.file, stderr=subprocess.DEVNULL)
+                return
+
+    @staticmethod
+    def _parse(line):
+        stamp, sm, mem, power, reasons = [field.strip() for field in line.split(",")]
+        when = datetime.datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp()
+        return when, float(sm), float(mem), float(power), int(reasons, 16)
+
+    def stop(self):
+        if self.process is None:
+            return
+        self.process.terminate()
+        self.process.wait()
+        self.file.seek(0)
+        for line in self.file:
+            try:
+                self.samples.append(self._parse(line))
+            except ValueError:
+                continue  # the last line may be cut where the process ended
+        self.file.close()
+        self.process = None
+
+    def medians(self, windows):
+        """The row's columns from the samples inside its windows, a list of (start, end) in time.time() seconds."""
+        inside = [s for s in self.samples if any(a <= s[0] <= b for a, b in windows)]
+        if not inside:
+            return {"sm_mhz": None, "mem_mhz": None, "power_w": None, "throttle": None}
+        seen = [name for bit, name in self.REASONS.items()
+                if sum(bool(s[4] & bit) for s in inside) * 2 >= len(inside)]
+        sm, mem, power = (statistics.median(s[i] for s in inside) for i in (1, 2, 3))
+        return {"sm_mhz": sm, "mem_mhz": mem, "power_w": power, "throttle": ", ".join(seen) or "none"}
+
+
+# ---------------------------------------------------------------- timing
+
+def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1):
+    """Time several callables against each other: {name: {"ms", "graph_ms", "spread_pct", "windows"}}.
+
+    triton.testing.do_bench takes each sample (L2 flushed before each call, one event pair a call) and its median
+    is kept; `rep` ms a callable are split over `rounds` interleaved rounds (A B C A B C ...). ms is the median
+    of the rounds, spread_pct their range over it. `warmup` ms are spent first, over all of them in turn (0 where
+    the table is warm). Below `graph_below_ms`, graph_ms is the time in a replayed CUDA graph: no launch
+    overhead, L2 warm. windows are the (start, end) times of the rounds, for ClockLog.medians.
+    """
+    for fn in providers.values():
+        fn()  # compiles and tunes outside every timed window
+    torch.cuda.synchronize()
+    end = time.monotonic() + warmup / 1000
+    while time.monotonic() < end:
+        for fn in providers.values():
+            for _ in range(5):
+                fn()
+        torch.cuda.synchronize()
+    times, windows = ({name: [] for name in providers} for _ in range(2))
+    for _ in range(rounds):
+        for name, fn in providers.items():
+            start = time.time()
+            times[name].append(triton.testing.do_bench(fn, warmup=min(25, rep), rep=rep / rounds,
+                                                       return_mode="median"))
+            windows[name].append((start, time.time()))
+    result = {}
+    for name, fn in providers.items():
+        ms = statistics.median(times[name])
+        result[name] = {"ms": ms, "graph_ms": None, "windows": windows[name],
+                        "spread_pct": 100 * (max(times[name]) - min(times[name])) / ms}
+    small = [name for name in providers if result[name]["ms"] < graph_below_ms]
+    graphs = {name: [] for name in small}
+    for _ in range(rounds):
+        for name in small:  # do_bench_cudagraph replays a graph of `rep` ms ten times
+            graphs[name].append(triton.testing.do_bench_cudagraph(
+                providers[name], rep=min(20, rep / rounds / 10), return_mode="median"))
+    for name in small:
+        result[name]["graph_ms"] = statistics.median(graphs[name])
+    return result
+
+
+def copy_roof_gbps(gpu, rounds=3, rep=1000):
+    """Bytes read plus written a second, in GB/s, of a device-to-device copy of 16 times the L2 or more."""
+    size = max(16 * gpu["l2_bytes"], 2**28)
+    source = torch.randn(size // 4, device="cuda")
+    target = torch.empty_like(source)
+    result = bench({"copy": lambda: target.copy_(source)}, warmup=rep / 2, rep=rep, rounds=rounds)
+    return 2 * source.nbytes / (result["copy"]["ms"] * 1e6)
+
+
+# ---------------------------------------------------------------- the code that the GPU runs
+
+def _binary_tool(name, *arguments, cubin):
+    """Output of cuobjdump or nvdisasm, as Triton's package carries them, on a cubin given as bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = getattr(triton.knobs.nvidia, name).path
+        return subprocess.run([tool, *arguments, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def sass(cubin):
+    """SASS of a cubin, one instruction a line, without addresses and encodings."""
+    lines = _binary_tool("cuobjdump", "-sass", cubin=cubin).splitlines()
+    return [m.group(1).strip() for m in (re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.+?);", line) for line in lines) if m]
+
+
+def resources(cubin):
+    """{"regs", "spills"} of a cubin's kernel, with no GPU: 32-bit registers, and the local memory that a thread
+    uses in units of one (what CompiledKernel.n_regs and n_spills give once a GPU has loaded the kernel)."""
+    usage = _binary_tool("cuobjdump", "-res-usage", cubin=cubin)
+    regs, stack, local = (int(re.search(rf"{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK", "LOCAL"))
+    return {"regs": regs, "spills": (stack + local) // 4}
+
+
+def load_bits(cubin):
+    """Width in bits of the widest global load of a thread: LDG.E is 32, LDG.E.128 is 128."""
+    widths = [re.search(r"\.(U?8|[SU]16|64|128)\b", line) for line in sass(cubin) if re.search(r"\bLDG\b", line)]
+    return max((int(re.sub(r"\D", "", m.group(1))) if m else 32 for m in widths), default=None)
+
+
+# ---------------------------------------------------------------- arguments of the launchers
+
+def device():
+    """Where a check's tensors live: the GPU, or the CPU under the interpreter."""
+    return "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+
+
+def same_device(launcher, **tensors):
+    """Raise ValueError, naming the argument, unless all tensors are on one CUDA device (one CPU if interpreted)."""
+    (first, tensor), *_ = tensors.items()
+    for name, other in tensors.items():
+        if not other.is_cuda and not INTERPRETED:
+            raise ValueError(f"{launcher}: {name} is on {other.device}; it must be on a CUDA device")
+        if other.device != tensor.device:
+            raise ValueError(f"{launcher}: {first} is on {tensor.device} and {name} on {other.device}; they must be "
+                             "on one device")
+
+
+# ---------------------------------------------------------------- tables
+
+# Every column that a table may have, in printed order, with its format.
+COLUMNS = {
+    "kernel": "", "stage": "", "arch": "", "case": "", "n": ",", "m": ",", "k": ",", "n_rows": ",", "n_cols": ",",
+    "dtype": "", "provider": "", "precision": "", "block_size": ",", "group_m": "", "config": "", "num_warps": "",
+    "instruction": "", "count": ",", "lines": ",", "bytes": ".4g", "flops": ".4g", "seconds": ".4g", "ms": ".4f",
+    "graph_ms": ".4f", "gbps": ",.1f", "tflops": ".1f", "pct_rated": ".1f", "pct_copy": ".1f", "pct_peak": ".1f",
+    "ratio": ".3f", "spread_pct": ".1f", "sm_mhz": ".0f", "mem_mhz": ".0f", "power_w": ".0f", "throttle": "",
+    "regs": "", "spills": "", "shared_bytes": ",", "load_bits": "", "rel_error": ".2e", "mcycles": ".2f",
+    "dram_read_gb": ".3f", "least_gb": ".3f", "l2_hit_pct": ".1f", "pick": "", "best": "", "gap_pct": ".1f",
+    "searches": "", "value": "", "mark": "",
+}
+
+
+def format_table(rows):
+    """Rows (dictionaries) as a Markdown table, columns in the order of COLUMNS, null as an empty cell."""
+    keys = [key for key in COLUMNS if any(key in row for row in rows)]
+    keys += sorted({key for row in rows for key in row} - set(keys))
+
+    def cell(key, value):
+        return "" if value is None else value if isinstance(value, str) else format(value, COLUMNS.get(key, ""))
+    body = [[cell(key, row.get(key)) for key in keys] for row in rows]
+    right = ["right" if any(isinstance(row.get(key), (int, float)) for row in rows) else "left" for key in keys]
+    return tabulate.tabulate(body, headers=keys, tablefmt="github", colalign=right if body else None,
+                             disable_numparse=True)
+
+
+class Table:
+    """One printed table: rows of one case and one provider each, a title, notes, and a clock log beside it."""
+
+    def __init__(self, report, key, title, baseline=None, roof=False):
+        self.report, self.key, self.title, self.baseline, self.roof = report, key, title, baseline, roof
+        self.rows, self.notes, self.timed = [], [], []
+        self.log, self.copy_gbps = None, None
+
+    def __enter__(self):
+        print(f"[{self.report.name}] {self.key}", file=sys.stderr, flush=True)
+        return self
+
+    def note(self, text):
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def row(self, **fields):
+        """Add a row that is not timed here."""
+        self.rows.append(fields)
+        return fields
+
+    def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None):
+        """Time one case's providers, interleaved, and add a row each; returns {name: row}.
+
+        case: fields of every row. extra: {name: fields of its row alone}; "provider" there replaces the name,
+        "baseline" names the provider that its ratio is taken against, "bytes", "flops" and "unit" (a dtype of
+        peak_tflops) override the case's.
+        """
+        args, gpu = self.report.args, self.report.gpu
+        first = self.log is None
+        if first:
+            self.log = ClockLog(gpu["uuid"])
+            if self.roof:
+                self.copy_gbps = self.report.copy_gbps()
+        measured = bench(providers, warmup=args.warmup if first else 0, rep=args.rep, rounds=args.rounds)
+        rows = {}
+        for name, times in measured.items():
+            own = {"bytes": bytes, "flops": flops, "unit": unit, "baseline": self.baseline, "provider": name,
+                   **(extra or {}).get(name, {})}
+            base = measured.get(own.pop("baseline"))
+            windows, unit_ = times.pop("windows"), own.pop("unit")
+            row = {**case, **{k: v for k, v in own.items() if v is not None}, **times}
+            if self.baseline:
+                row["ratio"] = base["ms"] / times["ms"] if base else None
+            rows[name] = row
+            self.rows.append(row)
+            self.timed.append((row, windows, unit_))
+        return rows
+
+    def _derive(self):
+        """Rates and percentages: they need the clocks, which are known once the log is closed."""
+        gpu = self.report.gpu
+        if self.log is None:
+            return
+        self.log.stop()
+        if self.log.problem:
+            self.note(f"No clock log: {self.log.problem}; the columns that need a clock are empty.")
+        for row, windows, unit in self.timed:
+            clocks = self.log.medians(windows)
+            floor_ms = 0
+            if row.get("bytes"):
+                row["gbps"] = row["bytes"] / (row["ms"] * 1e6)
+                rated = rated_gbps(clocks["mem_mhz"], gpu["bus_bits"]) if clocks["mem_mhz"] else None
+                row["pct_rated"] = 100 * row["gbps"] / rated if rated else None
+                if self.copy_gbps:
+                    row["pct_copy"] = 100 * row["gbps"] / self.copy_gbps
+                    floor_ms = row["bytes"] / (self.copy_gbps * 1e6)
+                if rated and row["gbps"] > rated:
+                    row["mark"] = "L2-resident"
+                elif floor_ms and row["graph_ms"] and floor_ms < 0.1 * row["ms"]:
+                    row["mark"] = "launch-bound"
+            if row.get("flops"):
+                row["tflops"] = row["flops"] / (row["ms"] * 1e9)
+                peak = unit and clocks["sm_mhz"] and peak_tflops(gpu["name"], gpu["sms"], clocks["sm_mhz"], unit)
+                row["pct_peak"] = 100 * row["tflops"] / peak if peak else None
+                if not peak:
+                    self.note("pct_peak is empty where the clock or the GPU's peak is unknown.")
+            row.update(clocks)
+        marks = {row.get("mark") for row in self.rows}
+        if "L2-resident" in marks:
+            self.note("L2-resident: faster than the rated DRAM bandwidth, so part of the data came from L2.")
+        if "launch-bound" in marks:
+            self.note("launch-bound: moving the bytes would take under a tenth of ms; graph_ms leaves the launch out.")
+        if all(row["graph_ms"] is None for row, *_ in self.timed):
+            for row, *_ in self.timed:
+                del row["graph_ms"]
+        if self.copy_gbps:
+            self.note(f"Copy roof {self.copy_gbps:,.0f} GB/s, measured in this run (read plus written).")
+
+    def text(self):
+        return "\n".join([f"### {self.key}: {self.title}", "", format_table(self.rows), "",
+                          *(f"- {note}" for note in self.notes)]).rstrip() + "\n"
+
+    def __exit__(self, kind, error, trace):
+        self._derive()
+        if kind is None or (issubclass(kind, KeyboardInterrupt) and self.rows):  # what was measured so far
+            self.report.tables.append(self)
+            print(self.text(), flush=True)
+
+
+# ---------------------------------------------------------------- flags, header, results
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """Bad input gets one line, and status 2."""
+        sys.stderr.write(f"{self.prog}: {message} (--help lists what is accepted)\n")
+        raise SystemExit(2)
+
+
+def fail(message):
+    """End the run on bad input: one line on standard error, status 2."""
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: {message}\n")
+    raise SystemExit(2)
+
+
+def whole(low, high=2**40):
+    """An argparse type: a whole number from low to high."""
+    def parse(text):
+        try:
+            value = int(text.replace("_", "").replace(",", ""))
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low:,} to {high:,}")
+        return value
+    return parse
+
+
+def power_of_two(low, high):
+    """An argparse type: a power of two from low to high."""
+    def parse(text):
+        value = whole(low, high)(text)
+        if value & (value - 1):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a power of 2 from {low:,} to {high:,}")
+        return value
+    return parse
+
+
+def parser(doc):
+    """An argument parser with the flags that every script has; the script adds its own."""
+    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--quick", action="store_true", help="smoke run: short windows, one round")
+    p.add_argument("--rounds", type=whole(1, 100), default=3, help="interleaved rounds a row (default 3)")
+    p.add_argument("--warmup", type=whole(0, 60_000), default=1000, metavar="MS",
+                   help="warm-up before each table, ms (default 1000)")
+    p.add_argument("--rep", type=whole(1, 60_000), default=1000, metavar="MS",
+                   help="timed window of a row over all its rounds, ms, L2 flushes included (default 1000)")
+    p.add_argument("--device", type=whole(0, 1023), default=0, metavar="N", help="CUDA device (default 0)")
+    p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs (default 0)")
+    p.add_argument("--save", action="store_true", help="write results/<gpu>/ (what `make all` does)")
+    p.add_argument("--plot", action="store_true", help="draw the tables as plots/*.svg (needs matplotlib)")
+    return p
+
+
+class Report:
+    """The run of one script: its flags, its GPU (None without one), its tables."""
+
+    def __init__(self, name, args, gpu):
+        self.name, self.args, self.gpu, self.tables = name, args, gpu, []
+        self._copy_gbps = None
+
+    def table(self, key, title, **options):
+        return Table(self, key, title, **options)
+
+    def copy_gbps(self):
+        """The copy roof, measured once a run."""
+        if self._copy_gbps is None:
+            self._copy_gbps = copy_roof_gbps(self.gpu, self.args.rounds, self.args.rep)
+        return self._copy_gbps
+
+    def need(self, nbytes, what):
+        """Refuse, before anything is allocated, what does not fit in the GPU's free memory."""
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if nbytes > free:
+            fail(f"{what} needs {nbytes:,} bytes of GPU memory; {free:,} bytes are free")
+
+    def finish(self):
+        """Draw with --plot; write results/<gpu>/<script>.json and .md with --save."""
+        if self.args.plot:
+            for table in self.tables:
+                plot(table, ROOT / "plots" / f"{self.name}_{table.key}.svg")
+        if not self.args.save:
+            return
+        folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
+        record = {"script": f"{self.name}.py", "time": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
+                  "commit": commit(), "gpu": self.gpu, "versions": versions(),
+                  "settings": {key: getattr(self.args, key) for key in ("warmup", "rep", "rounds")},
+                  "seed": self.args.seed,
+                  "tables": {t.key: {"title": t.title, "notes": t.notes, "rows": t.rows} for t in self.tables}}
+        write(folder / f"{self.name}.json", json.dumps(record, indent=1) + "\n")
+        write(folder / f"{self.name}.md", "\n".join([f"# {self.name}", "", header(self.gpu), ""]
+                                                    + [t.text() for t in self.tables]))
+
+
+def write(path, text):
+    """Write a file aside, then rename it: a reader sees the old one or the new one, whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                file.write(text)
+                file.close()
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+
+
+def commit():
+    """The commit that was measured, "-dirty" where files differ from it; null outside a git checkout."""
+    if os.environ.get("GIT_COMMIT"):
+        return os.environ["GIT_COMMIT"]
+    try:
+        head, status = (subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout
+                        for command in (["rev-parse", "HEAD"], ["status", "--porcelain"]))
+        changed = [line for line in status.splitlines() if "results/" not in line]
+        return head.strip() + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions():
+    import numpy
+    return {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
+            "numpy": numpy.__version__, "python": sys.version.split()[0]}
+
+
+def header(gpu):
+    """The conditions, in two lines, as every printed result carries them."""
+    software = ", ".join(f"{name} {value}" for name, value in versions().items())
+    if gpu is None:
+        return software
+    limit = f"{gpu['power_limit_w']:.0f} W" if gpu["power_limit_w"] else "power limit unknown"
+    return (f"{gpu['name']}, cc {gpu['cc']}, {gpu['sms']} SMs, L2 {gpu['l2_bytes'] / 2**20:.0f} MiB, "
+            f"{gpu['bus_bits']}-bit bus, {gpu['memory_bytes'] / 2**30:.0f} GiB, {limit}, driver {gpu['driver']}\n"
+            f"{software}")
+
+
+def start(p, narrowing=()):
+    """Parse the flags, choose the device, seed, print the header; returns the Report.
+
+    narrowing: the script's own flags (destinations, default None) that make a run less than the full one, and so
+    never saved. report.gpu is None where nothing can be timed: no GPU, or TRITON_INTERPRET=1.
+    """
+    args = p.parse_args()
+    if args.quick:
+        args.warmup, args.rep, args.rounds = min(args.warmup, 50), min(args.rep, 30), 1
+    name = Path(sys.argv[0]).stem
+    timed = torch.cuda.is_available() and not INTERPRETED
+    narrowed = [flag for flag in narrowing if getattr(args, flag) is not None]
+    if args.save and (args.quick or narrowed or not timed):
+        why = "--quick" if args.quick else f"--{narrowed[0].replace('_', '-')}" if narrowed else "no GPU to measure"
+        p.error(f"--save writes full runs only, not together with {why}")
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            p.error("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    gpu = None
+    if torch.cuda.is_available():
+        if args.device >= torch.cuda.device_count():
+            p.error(f"--device {args.device}: devices 0 to {torch.cuda.device_count() - 1} are there")
+        torch.cuda.set_device(args.device)
+    if timed:
+        gpu = gpu_facts(args.device)
+        if float(gpu["cc"]) < 8:
+            p.error(f"{gpu['name']} has compute capability {gpu['cc']}; Triton needs 8.0 or newer to emit "
+                    "tensor-core instructions")
+    torch.manual_seed(args.seed)
+    print(header(gpu), flush=True)
+    if not timed:
+        why = "TRITON_INTERPRET=1 is set" if torch.cuda.is_available() else "no GPU here"
+        print(f"Nothing is timed: {why}. Kernels are checked in Triton's interpreter or compiled, at small sizes.\n")
+    return Report(name, args, gpu)
+
+
+def plot(table, path):
+    """A table as one picture: its first growing size against its rate, one line a provider."""
+    import matplotlib
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+    y = next((key for key in ("gbps", "tflops") if any(row.get(key) for row in table.rows)), None)
+    x = next((key for key in ("n_cols", "block_size", "n") if len({row.get(key) for row in table.rows}) > 2), None)
+    if not x or not y:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4))
+    lines = {}
+    for row in table.rows:
+        label = " ".join(str(row[key]) for key in ("provider", "dtype", "precision") if row.get(key))
+        lines.setdefault(label, []).append((row[x], row[y]))
+    for (label, points), marker in zip(lines.items(), "osv^Dx+*<>phd" * 3):
+        axes.plot(*zip(*sorted(points)), marker=marker, label=label)
+    axes.set(xscale="log", xlabel=x, ylabel={"gbps": "GB/s", "tflops": "TFLOP/s"}[y], title=table.title, ylim=0)
+    axes.legend(fontsize="small")
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def run(main):
+    """Call a script's main(): Ctrl-C and a lack of memory end in one line and a non-zero status."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was saved\n")
+        raise SystemExit(130) from None
+    except torch.OutOfMemoryError as error:
+        fail(f"out of GPU memory: {str(error).splitlines()[0]}")
