@@ -35,11 +35,13 @@ def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK_SIZE: tl.constexpr, WIDE: tl.cons
 
 
 # S1's Part 2 kernel, and the float4 variant that Part 5 wrote by hand; NVRTC compiles both at run time.
-CUDA_SOURCE = """
+CUDA_FLOAT = """
 extern "C" __global__ void add_float(const float* x, const float* y, float* out, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = x[i] + y[i];
 }
+"""
+CUDA_FLOAT4 = """
 extern "C" __global__ void add_float4(const float4* x, const float4* y, float4* out, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n / 4) {
@@ -85,8 +87,9 @@ def cuda_adds():
     """({name: launcher(x, y, out)}, {name: cubin}) of the two CUDA C++ kernels; raises where NVRTC is not to be had."""
     from torch.cuda._utils import _cuda_load_module, _nvrtc_compile  # the NVRTC that torch carries
     launchers, cubins = {}, {}
-    for name, symbol, per_thread in (("cuda", "add_float", 1), ("cuda/float4", "add_float4", 4)):
-        cubins[name], _ = _nvrtc_compile(CUDA_SOURCE, symbol)
+    for name, source, symbol, per_thread in (("cuda", CUDA_FLOAT, "add_float", 1),
+                                             ("cuda/float4", CUDA_FLOAT4, "add_float4", 4)):
+        cubins[name], _ = _nvrtc_compile(source, symbol)
         kernel = _cuda_load_module(cubins[name], [symbol])[symbol]
 
         def launch(x, y, out, kernel=kernel, per_block=256 * per_thread):

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ import triton.testing
 
 ROOT = Path(__file__).resolve().parent
 INTERPRETED = triton.knobs.runtime.interpret
+if INTERPRETED:  # numpy warns of -inf - -inf and of exp(1e4), which a GPU computes without a word
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -234,8 +237,9 @@ def resources(cubin):
 
 def load_bits(cubin):
     """Width in bits of the widest global load of a thread: LDG.E is 32, LDG.E.128 is 128."""
-    widths = [re.search(r"\.(U?8|[SU]16|64|128)\b", line) for line in sass(cubin) if re.search(r"\bLDG\b", line)]
-    return max((int(re.sub(r"\D", "", m.group(1))) if m else 32 for m in widths), default=None)
+    opcodes = [re.search(r"\bLDG(?:STS)?(?:\.\w+)+", line) for line in sass(cubin)]  # not R2.64, the address register
+    widths = [re.search(r"\.[SU]?(8|16|64|128)\b", opcode.group()) for opcode in opcodes if opcode]
+    return max((int(m.group(1)) if m else 32 for m in widths), default=None)
 
 
 # ---------------------------------------------------------------- arguments of the launchers
@@ -463,8 +467,9 @@ class Report:
     def finish(self):
         """Draw with --plot; write results/<gpu>/<script>.json and .md with --save."""
         if self.args.plot:
+            import report  # only here: it draws what any script measured
             for table in self.tables:
-                plot(table, ROOT / "plots" / f"{self.name}_{table.key}.svg")
+                report.plot(table.title, table.rows, ROOT / "plots" / f"{self.name}_{table.key}.svg")
         if not self.args.save:
             return
         folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
@@ -514,9 +519,9 @@ def versions():
             "numpy": numpy.__version__, "python": sys.version.split()[0]}
 
 
-def header(gpu):
+def header(gpu, software=None):
     """The conditions, in two lines, as every printed result carries them."""
-    software = ", ".join(f"{name} {value}" for name, value in versions().items())
+    software = ", ".join(f"{name} {value}" for name, value in (software or versions()).items())
     if gpu is None:
         return software
     limit = f"{gpu['power_limit_w']:.0f} W" if gpu["power_limit_w"] else "power limit unknown"
@@ -550,6 +555,8 @@ def start(p, narrowing=()):
         if args.device >= torch.cuda.device_count():
             p.error(f"--device {args.device}: devices 0 to {torch.cuda.device_count() - 1} are there")
         torch.cuda.set_device(args.device)
+    elif args.device:
+        p.error(f"--device {args.device}: there is no GPU here")
     if timed:
         gpu = gpu_facts(args.device)
         if float(gpu["cc"]) < 8:
@@ -561,29 +568,6 @@ def start(p, narrowing=()):
         why = "TRITON_INTERPRET=1 is set" if torch.cuda.is_available() else "no GPU here"
         print(f"Nothing is timed: {why}. Kernels are checked in Triton's interpreter or compiled, at small sizes.\n")
     return Report(name, args, gpu)
-
-
-def plot(table, path):
-    """A table as one picture: its first growing size against its rate, one line a provider."""
-    import matplotlib
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    y = next((key for key in ("gbps", "tflops") if any(row.get(key) for row in table.rows)), None)
-    x = next((key for key in ("n_cols", "block_size", "n") if len({row.get(key) for row in table.rows}) > 2), None)
-    if not x or not y:
-        return
-    figure, axes = plt.subplots(figsize=(7, 4))
-    lines = {}
-    for row in table.rows:
-        label = " ".join(str(row[key]) for key in ("provider", "dtype", "precision") if row.get(key))
-        lines.setdefault(label, []).append((row[x], row[y]))
-    for (label, points), marker in zip(lines.items(), "osv^Dx+*<>phd" * 3):
-        axes.plot(*zip(*sorted(points)), marker=marker, label=label)
-    axes.set(xscale="log", xlabel=x, ylabel={"gbps": "GB/s", "tflops": "TFLOP/s"}[y], title=table.title, ylim=0)
-    axes.legend(fontsize="small")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def run(main):
