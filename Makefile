@@ -1,0 +1,89 @@
+# Bare `make` lists the targets.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help all quick ncu test clean
+SHELL := bash
+
+SCRIPTS := $(sort $(wildcard [0-9][0-9]_*.py))
+NUMBERS := $(foreach script,$(SCRIPTS),$(firstword $(subst _, ,$(script))))
+.PHONY: $(NUMBERS)
+
+# ---- Which Python. `make PYTHON=...` is used as it is; else `python3`, if it can run what is asked for; else .venv.
+
+PYTHON := python3
+
+# A program that prints what a Python lacks of the modules named, or nothing. Without a GPU the kernels run in
+# Triton's interpreter, which fails in loops under numpy 2.4 and newer (3.6 does, 3.9 no longer).
+define LACKS
+import importlib, sys
+lacks, modules = [], {}
+def numbers(name):
+    return [int(part) for part in modules[name].__version__.split(".")[:2]]
+for name in sys.argv[1:]:
+    try:
+        modules[name] = importlib.import_module(name)
+    except Exception:
+        lacks.append(name)
+if sys.version_info < (3, 10):
+    lacks.append("Python 3.10 or newer")
+if "triton" in modules and numbers("triton") < [3, 6]:
+    lacks.append("triton 3.6 or newer")
+if not lacks and not modules["torch"].cuda.is_available():
+    if numbers("triton") < [3, 9] and numbers("numpy") >= [2, 4]:
+        lacks.append("a numpy older than 2.4, which Triton's interpreter needs without a GPU")
+print(", ".join(lacks))
+endef
+
+ifneq ($(filter all quick ncu test $(NUMBERS),$(MAKECMDGOALS)),)
+NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest)
+ifeq ($(origin PYTHON),file)
+MISSING := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
+	$(PYTHON) -W ignore - $(NEEDED) || echo "a Python that starts")
+ifneq ($(MISSING),)
+PYTHON := .venv/bin/python
+READY := .venv/ready
+endif
+endif
+endif
+
+# Made once, and again when requirements.txt changes; pip reads PIP_CONSTRAINT and its like from the environment.
+.venv/ready: requirements.txt
+	@echo "python3 lacks: $(MISSING). Making .venv from requirements.txt." >&2
+	python3 -m venv --clear .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+# ---- Targets
+
+help:
+	@echo "make all      every step in order; saves results/<gpu>/ where there is a GPU to measure"
+	@echo "make NN       one step:"
+	@$(foreach script,$(SCRIPTS),echo "  make $(firstword $(subst _, ,$(script)))       $$(head -n 1 $(script) | tr -d '"')";)
+	@echo "make quick    every step as a smoke run: short windows, nothing saved"
+	@echo "make ncu      DRAM counters of the matmul, with Nsight Compute; saves results/<gpu>/counters.json"
+	@echo "make test     the tests"
+	@echo "make clean    remove .venv, plots/ and Python's caches; results/ stays"
+	@echo "Options: PYTHON=/path/to/python (used as it is; without it: python3 if it has what is needed, else"
+	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN and make test)"
+
+# --save where there is a GPU to measure, and the interpreter is not asked for in its place.
+SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"))
+
+all: $(READY)
+	@save=$$($(PYTHON) -c '$(SAVE)') || exit; \
+	for script in $(SCRIPTS); do echo "== $$script" >&2; $(PYTHON) $$script $$save || exit; done
+
+quick: $(READY)
+	@for script in $(SCRIPTS); do echo "== $$script" >&2; $(PYTHON) $$script --quick || exit; done
+
+$(NUMBERS): $(READY)
+	@$(PYTHON) $(filter $@_%,$(SCRIPTS)) $(ARGS)
+
+ncu: $(READY)
+	@$(PYTHON) counters.py
+
+test: $(READY)
+	@$(PYTHON) -m pytest -q test_all.py $(ARGS)
+
+clean:
+	rm -rf .venv plots __pycache__ .pytest_cache
