@@ -1,0 +1,804 @@
+"""Tests of everything: `make test`. With a GPU natively, without one in Triton's interpreter and by compiling.
+
+References are float64. Where a test needs what this machine has not, it is skipped with the reason.
+"""
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+ASKED = os.environ.get("TRITON_INTERPRET")  # what the scripts, run as processes, are to find; common sets it for us
+import common  # noqa: E402  before triton: it chooses the interpreter where there is no GPU
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent
+SCRIPTS = [path.stem for path in sorted(ROOT.glob("[0-9][0-9]_*.py"))]
+DEVICE = common.device()
+GPU = DEVICE == "cuda"
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+without_gpu = pytest.mark.skipif(GPU, reason="what a machine without a GPU answers")
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not GPU, reason="no interpreter runs bf16"))
+NAN, INF = float("nan"), float("inf")
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}:triton.runtime.interpreter") for kind in
+              ("RuntimeWarning", "DeprecationWarning")]  # numpy's, of what a GPU computes without a word
+
+vector, fused, product = map(importlib.import_module, ("01_vector_add", "02_fused_softmax", "03_matmul"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def poisoned(like):
+    return torch.full(like.shape, NAN, dtype=like.dtype, device=like.device)
+
+
+def far_apart(rows, cols, stride):
+    """A random fp16 matrix whose rows lie `stride` elements apart; the pages between them are never touched."""
+    x = torch.empty_strided((rows, cols), (stride, 1), dtype=torch.float16, device=DEVICE)
+    return x.copy_(torch.randn(rows, cols))
+
+
+def check_far_apart(check, stride):
+    """check(stride) of this file, in a process of its own: an offset that wraps ends that process, not the tests."""
+    nbytes = 2 * 2 * stride + 2**30
+    try:
+        free = torch.cuda.mem_get_info()[0] if GPU else torch.empty(nbytes, dtype=torch.uint8).nbytes
+    except RuntimeError:
+        free = 0
+    if free < nbytes:
+        pytest.skip(f"needs {nbytes:,} bytes")
+    done = run("-c", f"import test_all; test_all.{check}({stride})")
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+FAR_APART = pytest.mark.parametrize("stride", [2**30, 2**31 + 8])  # the third row begins at 2^31 and past 2^32
+
+
+# ---------------------------------------------------------------- 01: one float addition is rounded in one way only
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, BF16])
+@pytest.mark.parametrize("n", [0, 1, 2, 15, 16, 17, 127, 1023, 1024, 1025, 4099])
+def test_add(n, dtype):
+    x, y = ((100 * randn(n)).to(dtype) for _ in range(2))
+    assert torch.equal(vector.add(x, y), x + y)
+
+
+def test_add_writes_its_elements_and_no_other():
+    x, y = randn(1000), randn(1000)
+    room = poisoned(randn(3000))
+    out = room[1000:2000]
+    assert vector.add(x, y, out=out) is out
+    assert torch.equal(out, x + y)
+    assert room[:1000].isnan().all() and room[2000:].isnan().all()
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x.t(), lambda x: x[:, ::3], lambda x: x[3:, 5:], lambda x: x[:1], lambda x: x[:, :1],
+    lambda x: x.expand(2, 40, 56), lambda x: x[:0], lambda x: x.flatten()[1:]])  # the last: no 16-byte alignment
+def test_add_strides(view):
+    x, y = view(randn(40, 56)), view(randn(40, 56))
+    out = vector.add(x, y)
+    assert out.shape == x.shape and torch.equal(out, x + y)
+
+
+def test_add_of_infinities_and_nan():
+    x = torch.tensor([INF, INF, -INF, NAN, 1.0], device=DEVICE)
+    y = torch.tensor([1.0, -INF, -INF, 1.0, NAN], device=DEVICE)
+    torch.testing.assert_close(vector.add(x, y), x + y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("x, y, error", [
+    (torch.zeros(4), torch.zeros(5), ValueError), (torch.zeros(4), torch.zeros(1, 4), ValueError),
+    (torch.zeros(4), torch.zeros(4, dtype=torch.float16), TypeError)])
+def test_add_refuses(x, y, error):
+    with pytest.raises(error, match=r"\bx\b.*\by\b"):
+        vector.add(x.to(DEVICE), y.to(DEVICE))
+
+
+@needs_gpu
+def test_add_past_2_31_elements():
+    n = 2**31 + 17
+    if 4 * n > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {4 * n:,} bytes of GPU memory")
+    x = torch.arange(n, dtype=torch.int8, device=DEVICE)
+    assert torch.equal(vector.add(x, x), x + x)
+
+
+# ---------------------------------------------------------------- 02
+
+# fp32: x is multiplied by log2(e) and rounded before the exponential, so 40 below the maximum is 58 roundings;
+# the others: the rounding of the result, below 2^-14 a subnormal in fp16.
+SOFTMAX_TOLERANCE = {torch.float32: {"rtol": 5e-6, "atol": 1e-12}, torch.float16: {"rtol": 1e-3, "atol": 6e-8},
+                     torch.bfloat16: {"rtol": 5e-3, "atol": 1e-12}}
+
+
+def check_softmax(x):
+    out = poisoned(x)
+    result = fused.softmax(x, out=out)
+    assert result is out and result.dtype == x.dtype
+    reference = torch.softmax(x.double(), dim=1)
+    torch.testing.assert_close(result.double(), reference, equal_nan=True, **SOFTMAX_TOLERANCE[x.dtype])
+
+
+def with_outliers(rows, cols, dtype=torch.float32):
+    x = 3 * torch.randn(rows, cols)
+    x[torch.arange(rows), torch.randint(cols, (rows,))] += 12  # so that a row is not all near zero
+    return x.to(DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("n_cols", [1, 2, 3, 5, 16, 17, 127, 128, 129, 1000, 4096, 4097])
+def test_softmax(n_cols, dtype):
+    check_softmax(with_outliers(7, n_cols, dtype))
+
+
+@pytest.mark.parametrize("n_cols", [16_385, 65_536, 131_072, 151_936, 262_144, 2**20, 2**20 + 1])
+def test_softmax_wide(n_cols):
+    check_softmax(with_outliers(2, n_cols))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 777), (777, 1), (1000, 3)])
+def test_softmax_shapes(shape):
+    check_softmax(randn(*shape))
+
+
+@pytest.mark.parametrize("n_rows", [65_535, 65_536, 65_537])
+def test_softmax_many_rows(n_rows):
+    check_softmax(randn(n_rows, 3))
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:, 3:50], lambda x: x[::2], lambda x: x[1:, 1:],
+    lambda x: x[:1].expand(5, -1), lambda x: x[:, :1].expand(-1, 9)])
+def test_softmax_strides(view):
+    x = view(with_outliers(33, 100))
+    check_softmax(x)
+    room = poisoned(randn(x.shape[0], x.shape[1] + 9))
+    fused.softmax(x, out=room[:, 4:-5])  # an output whose rows are padded
+    torch.testing.assert_close(room[:, 4:-5].double(), torch.softmax(x.double(), 1), **SOFTMAX_TOLERANCE[x.dtype])
+    assert room[:, :4].isnan().all() and room[:, -5:].isnan().all()
+
+
+def test_softmax_wide_strides():
+    check_softmax(with_outliers(3, 2 * 70_001)[:, ::2])
+
+
+def softmax_far_apart(stride):
+    x = far_apart(3, 64, stride)
+    torch.testing.assert_close(fused.softmax(x).double(), torch.softmax(x.double(), 1), **SOFTMAX_TOLERANCE[x.dtype])
+
+
+@FAR_APART
+def test_softmax_offsets_past_2_31(stride):
+    check_far_apart("softmax_far_apart", stride)
+
+
+def test_softmax_huge_logits():
+    check_softmax(torch.tensor([[1e4, 1e4 - 1, -1e4, 0], [3e38, 3e38, 1, 0], [-3e38, -3e38, -3e38, -3e38]],
+                               device=DEVICE))
+    check_softmax(torch.tensor([[65504.0, 65504, 0, 1], [-65504, -65504, -65504, -65504]], device=DEVICE).half())
+    check_softmax(1e4 + randn(3, 70_001))
+
+
+def test_softmax_of_infinities_and_nan():
+    """As torch: -inf counts nothing, a row of nothing but -inf, of +inf or with a NaN is NaN."""
+    row = torch.tensor([0.0, -INF, 1, -INF, 2], device=DEVICE)
+    for special in (row, torch.full_like(row, -INF), row.abs(), torch.where(row == 2, NAN, row)):
+        check_softmax(special.expand(3, 5).contiguous())
+    wide = randn(4, 70_001)
+    wide[0, :40_000], wide[1, 40_000:], wide[2], wide[3, 69_999] = -INF, -INF, -INF, NAN
+    check_softmax(wide)
+
+
+def test_softmax_of_five_equal_logits():
+    x = torch.full((1, 5), -10.0, device=DEVICE)
+    torch.testing.assert_close(fused.softmax(x), torch.full_like(x, 0.2))
+
+
+@pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(2, 2, 2)])
+def test_softmax_refuses(x):
+    with pytest.raises(ValueError):
+        fused.softmax(x.to(DEVICE))
+
+
+# ---------------------------------------------------------------- 03
+
+UNIT_ROUNDOFF = {"tf32": 2**-11, "tf32x3": 2**-20, "ieee": 2**-22, "bf16x3": 2**-14, "bf16x6": 2**-19}
+
+
+def check_matmul(a, b, precision="tf32"):
+    """matmul(a, b) against float64: the inputs' rounding, summed over K as a random walk, and the output's."""
+    (m, k), n = a.shape, b.shape[1]
+    out = torch.full((m, n), NAN, dtype=a.dtype, device=DEVICE)
+    result = product.matmul(a, b, precision=precision, out=out)
+    assert result is out
+    unit = UNIT_ROUNDOFF[precision] if a.dtype == torch.float32 else 2**-22
+    rtol = {torch.float32: 2**-22, torch.float16: 2**-11, torch.bfloat16: 2**-8}[a.dtype]
+    torch.testing.assert_close(result.double(), a.double() @ b.double(), rtol=rtol,
+                               atol=8 * unit * max(k, 1)**0.5 + (6e-8 if a.dtype == torch.float16 else 0))
+
+
+SHAPES = [(1, 1, 1), (1, 1, 64), (1, 128, 16), (128, 1, 16), (1, 300, 70), (300, 1, 70), (16, 16, 16), (33, 65, 17),
+          (127, 129, 31), (128, 128, 64), (130, 70, 100), (64, 64, 1), (5, 7, 300), (17, 513, 33), (260, 40, 257)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_matmul(m, n, k, dtype):
+    check_matmul(randn(m, k, dtype=dtype), randn(k, n, dtype=dtype))
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0), (0, 5, 0)])
+def test_matmul_empty(m, n, k):
+    check_matmul(randn(m, k), randn(k, n))
+    assert torch.equal(product.matmul(randn(m, k), randn(k, n)), torch.zeros(m, n, device=DEVICE))
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:, 3:80], lambda x: x[::3], lambda x: x[1:, 1:],
+    lambda x: x[:1].expand(40, -1)])
+def test_matmul_strides(view):
+    a = view(randn(65, 100))
+    check_matmul(a, randn(a.shape[1], 50))
+    check_matmul(randn(50, a.shape[0]), a)
+    check_matmul(a, view(randn(65, 100)).t())
+
+
+def test_matmul_writes_no_other_element():
+    a, b, room = randn(40, 50), randn(50, 30), torch.full((60, 60), NAN, device=DEVICE)
+    product.matmul(a, b, out=room[10:50, 20:50])
+    torch.testing.assert_close(room[10:50, 20:50].double(), a.double() @ b.double(), rtol=1e-2, atol=0.05)
+    assert room.isnan().sum() == 60 * 60 - 40 * 30
+
+
+def matmul_far_apart(stride):
+    far = far_apart(3, 64, stride)
+    check_matmul(far, randn(64, 20, dtype=torch.float16))
+    check_matmul(randn(20, 3, dtype=torch.float16), far)
+
+
+@FAR_APART
+def test_matmul_offsets_past_2_31(stride):
+    check_far_apart("matmul_far_apart", stride)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3", "ieee", *(
+    pytest.param(name, marks=pytest.mark.skipif(not GPU, reason="no interpreter runs it")) for name in
+    ("bf16x3", "bf16x6"))])
+def test_matmul_precision(precision):
+    check_matmul(randn(96, 300), randn(300, 80), precision)
+
+
+@needs_gpu
+def test_tf32_is_less_exact_than_ieee():
+    a, b = randn(256, 1024), randn(1024, 256)
+    errors = {p: (product.matmul(a, b, precision=p) - a.double() @ b.double()).abs().max().item()
+              for p in ("tf32", "tf32x3", "ieee")}
+    assert errors["tf32"] > 20 * errors["ieee"] and errors["tf32"] > 20 * errors["tf32x3"]
+
+
+@pytest.mark.parametrize("a, b, precision", [
+    (torch.zeros(4, 5), torch.zeros(4, 5), "tf32"), (torch.zeros(4), torch.zeros(4, 4), "tf32"),
+    (torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float16), "tf32"),
+    (torch.zeros(4, 4), torch.zeros(4, 4), "tf64")])
+def test_matmul_refuses(a, b, precision):
+    with pytest.raises((TypeError, ValueError)):
+        product.matmul(a.to(DEVICE), b.to(DEVICE), precision=precision)
+
+
+@needs_gpu
+@pytest.mark.parametrize("launch", [lambda x, y: vector.add(x, y), lambda a, b: product.matmul(a, b)])
+def test_a_cpu_tensor_is_refused_by_name(launch):
+    with pytest.raises(ValueError, match=r"\b[yb] .*cpu"):
+        launch(torch.zeros(16, 16, device="cuda"), torch.zeros(16, 16))
+
+
+@pytest.mark.parametrize("drop", ["a slice of K", "the last tile"])
+def test_the_tolerance_rejects_one_dropped_tile(drop, monkeypatch):
+    a, b = randn(128, 512, dtype=torch.float16), randn(512, 128, dtype=torch.float16)
+
+    def wrong(a, b, precision="tf32", out=None):
+        right = a.double() @ b.double()
+        if drop == "a slice of K":
+            right -= a[:, -32:].double() @ b[-32:].double()
+        else:
+            right[-16:, -16:] = 0
+        return out.copy_(right)
+    monkeypatch.setattr(product, "matmul", wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        check_matmul(a, b)
+
+
+# ---------------------------------------------------------------- the page's warnings
+
+@triton.jit
+def double_kernel(out_ptr, in_ptr, n, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n if MASKED else offsets >= 0
+    tl.store(out_ptr + offsets, 2 * tl.load(in_ptr + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
+def rows_kernel(out_ptr, in_ptr, n_cols, BLOCK: tl.constexpr, OTHER: tl.constexpr, SHIFT: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    x = tl.load(in_ptr + tl.program_id(0) * n_cols + cols, mask=mask, other=OTHER)
+    if SHIFT:
+        x = x - tl.max(x, axis=0)
+    num = tl.exp(x)
+    tl.store(out_ptr + tl.program_id(0) * n_cols + cols, num / tl.sum(num, axis=0), mask=mask)
+
+
+def rows(x, other=-INF, shift=True):
+    out = poisoned(x)
+    rows_kernel[(len(x),)](out, x, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), OTHER=other, SHIFT=shift)
+    return out
+
+
+def test_without_a_mask_the_tail_is_overwritten():
+    n, x = 100, randn(128)
+    for masked in (True, False):
+        room = torch.full((128,), NAN, device=DEVICE)  # 28 elements past the end that are somebody else's
+        double_kernel[(2,)](room, x, n, BLOCK=64, MASKED=masked)
+        assert torch.equal(room[:n], 2 * x[:n])
+        assert bool(room[n:].isnan().all()) == masked
+
+
+def test_a_wrong_other_is_wrong_on_ragged_widths_only():
+    aligned, ragged = (torch.full((2, n_cols), -10.0, device=DEVICE) for n_cols in (8, 5))
+    assert torch.allclose(rows(aligned, other=0.0), torch.softmax(aligned, 1))
+    assert rows(ragged, other=0.0).max() < 2e-5  # where 0.2 is right
+    assert torch.allclose(rows(ragged), torch.softmax(ragged, 1))
+
+
+def test_without_the_shift_large_logits_are_nan():
+    small, large = randn(2, 8), 1e4 + randn(2, 8)
+    assert torch.allclose(rows(small, shift=False), torch.softmax(small, 1))
+    assert rows(large, shift=False).isnan().any()
+    assert torch.allclose(rows(large), torch.softmax(large, 1), rtol=1e-5)
+
+
+@triton.jit
+def increment_kernel(x_ptr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + offsets, tl.load(x_ptr + offsets) + 1)
+
+
+@pytest.mark.parametrize("restore", [["x_ptr"], None])
+def test_an_update_in_place_needs_restore_value_under_the_autotuner(restore):
+    def do_bench(fn, quantiles):
+        fn()
+        return [1.0, 1.0, 1.0]
+    tuned = triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=[],
+                            restore_value=restore, do_bench=do_bench)(increment_kernel)
+    x = torch.zeros(128, device=DEVICE)
+    tuned[lambda meta: (128 // meta["BLOCK"],)](x)
+    assert (x == 1).all() == (restore is not None)
+
+
+# ---------------------------------------------------------------- roofs and peaks
+
+def test_the_article_s_roof():
+    assert common.rated_gbps(8000, 128) == 256
+
+
+@pytest.mark.parametrize("name, sms, ghz, dtype, tflops", [
+    ("NVIDIA A100-SXM4-80GB", 108, 1.41, "bf16", 312), ("NVIDIA A100 80GB PCIe", 108, 1.41, "tf32", 156),
+    ("NVIDIA A100-SXM4-40GB", 108, 1.41, "fp32", 19.5), ("NVIDIA A40", 84, 1.74, "fp16", 149.7),
+    ("NVIDIA GeForce RTX 3090", 82, 1.695, "bf16", 71), ("NVIDIA L4", 58, 2.04, "bf16", 121),
+    ("NVIDIA GeForce RTX 4090", 128, 2.52, "bf16", 165), ("NVIDIA GeForce RTX 4090", 128, 2.52, "tf32", 82.6),
+    ("NVIDIA GeForce RTX 4090", 128, 2.52, "fp32", 82.6), ("NVIDIA H100 80GB HBM3", 132, 1.83, "bf16", 989),
+    ("NVIDIA B200", 148, 1.86, "bf16", 2250), ("NVIDIA GeForce RTX 5090", 170, 2.407, "fp16", 209.5),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 2.617, "bf16", 503.8)])
+def test_peaks_give_the_vendors_rates(name, sms, ghz, dtype, tflops):
+    assert common.peak_tflops(name, sms, 1000 * ghz, dtype) == pytest.approx(tflops, rel=0.005)
+
+
+@pytest.mark.parametrize("names, per_clock", [
+    (["A100-PCIE-40GB"], (2048, 1024, 128)),
+    (["A10", "RTX A2000 12GB", "RTX A4500", "RTX A5500 Laptop GPU", "RTX A6000"], (1024, 512, 256)),
+    (["GeForce RTX 3050 Laptop GPU", "GeForce RTX 3060 Ti", "GeForce RTX 3090 Ti"], (512, 256, 256)),
+    (["L4", "L40S", "RTX 4000 SFF Ada Generation", "RTX 5000 Ada Generation Laptop GPU", "RTX 6000 Ada Generation"],
+     (1024, 512, 256)),
+    (["L40", "GeForce RTX 4060 Laptop GPU", "GeForce RTX 4070 Ti SUPER"], (512, 256, 256)),
+    (["H100 PCIe", "H100 NVL", "H200", "H200 NVL", "GH200 480GB"], (4096, 2048, 256)),
+    (["B200", "GB200"], (8192, 4096, 256)),
+    (["GeForce RTX 5060 Ti", "GeForce RTX 5090 Laptop GPU"], (512, 256, 256)),
+    (["RTX PRO 4000 Blackwell", "RTX PRO 6000 Blackwell Workstation Edition"], (1024, 512, 256))])
+def test_peaks_by_name(names, per_clock):
+    for name in names:
+        found = [common.peak_tflops(f"NVIDIA {name}", 1, 1e6, dtype) for dtype in ("bf16", "tf32", "fp32")]
+        assert found == list(per_clock), name
+
+
+def test_every_peak_is_checked_against_its_vendor():
+    for _, bf16, tf32, fp32, (name, sms, ghz, rate) in common.PEAKS:
+        assert common.peak_tflops(name, sms, 1000 * ghz, "bf16") == pytest.approx(rate, rel=0.01)
+        assert bf16 == 2 * tf32 and fp32 in (128, 256)
+
+
+def test_the_article_s_peak():
+    """24 SMs x 512 FLOPs per clock x SM clock, in BF16."""
+    assert common.peak_tflops("NVIDIA GeForce RTX 4060 Laptop GPU", 24, 1000, "bf16") == pytest.approx(12.288)
+
+
+@pytest.mark.parametrize("name", [
+    "NVIDIA H20", "NVIDIA A10G", "NVIDIA L20", "NVIDIA A100X", "NVIDIA H800", "NVIDIA A16", "NVIDIA A2", "NVIDIA T4",
+    "NVIDIA L2", "Quadro RTX 6000", "NVIDIA GeForce RTX 2080 Ti", "Tesla V100-SXM2-16GB", "NVIDIA GB10",
+    "NVIDIA B300", "Graphics Device", ""])
+def test_no_peak_is_guessed(name):
+    assert common.peak_tflops(name, 100, 1000, "bf16") is None
+
+
+def test_an_unknown_unit_is_refused():
+    with pytest.raises(ValueError):
+        common.peak_tflops("NVIDIA H200", 132, 1830, "int8")
+
+
+# ---------------------------------------------------------------- clock log, timing, tables, results
+
+def test_clock_log_lines():
+    parse = common.ClockLog._parse
+    first = parse("2026/12/01 05:29:45.100, 1980, 3201, 512.34, 0x0000000000000004\n")
+    later = parse("2026/12/01 05:29:45.350, 1755, 3201, 700.00, 0x0000000000000000\n")
+    assert first[1:] == (1980, 3201, 512.34, 4) and later[0] - first[0] == pytest.approx(0.25)
+    for line in ("2026/12/01 05:29:45.100, 1980, 32", "2026/12/01 05:29:45.100, [N/A], 3201, 512.34, 0x4", ""):
+        with pytest.raises(ValueError):
+            parse(line)
+
+
+def test_clock_log_medians():
+    log = common.ClockLog.__new__(common.ClockLog)
+    log.samples = [(t, 1000 + 10 * t, 3201, 500 + t, 0x4 if t >= 4 else 0) for t in range(10)]
+    assert log.medians([(0, 2), (7, 8)]) == {"sm_mhz": 1020, "mem_mhz": 3201, "power_w": 502, "throttle": "none"}
+    assert log.medians([(4, 6)]) == {"sm_mhz": 1050, "mem_mhz": 3201, "power_w": 505, "throttle": "power cap"}
+    assert set(log.medians([(20, 30)]).values()) == {None}
+
+
+def test_bench_interleaves_and_takes_medians(monkeypatch):
+    calls, times = [], {"a": iter([1.0, 3.0, 2.0]), "b": iter([8.0, 10.0, 9.0])}
+    providers = {name: lambda name=name: name for name in times}
+
+    def do_bench(fn, warmup, rep, return_mode):
+        assert return_mode == "median" and rep == 30
+        calls.append(fn())
+        return next(times[fn()])
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    result = common.bench(providers, warmup=0, rep=90, rounds=3)
+    assert calls == ["a", "b"] * 3
+    assert (result["a"]["ms"], result["a"]["spread_pct"], result["a"]["graph_ms"]) == (2.0, 100.0, None)
+    assert (result["b"]["ms"], result["b"]["spread_pct"]) == (9.0, pytest.approx(200 / 9))
+    assert len(result["a"]["windows"]) == 3
+
+
+class FakeLog:
+    problem = None
+
+    def __init__(self, uuid):
+        pass
+
+    def stop(self):
+        pass
+
+    def medians(self, windows):
+        return {"sm_mhz": 1000.0, "mem_mhz": 8000.0, "power_w": 40.0, "throttle": "power cap"}
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    """A run on a GPU that is not there: 24 SMs, 128-bit bus, 8,000 MHz; "triton" takes 1 ms, "torch" 2 ms."""
+    monkeypatch.setattr(common, "ClockLog", FakeLog)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "bench", lambda providers, **_: {
+        name: {"ms": {"triton": 1.0, "torch": 2.0}[name], "graph_ms": None, "spread_pct": 0.5, "windows": []}
+        for name in providers})
+    gpu = {"name": "NVIDIA GeForce RTX 4060 Laptop GPU", "cc": "8.9", "sms": 24, "l2_bytes": 2**25, "bus_bits": 128,
+           "memory_bytes": 2**33, "uuid": "GPU-0", "power_limit_w": 40.0, "driver": "0"}
+    args = types.SimpleNamespace(warmup=1000, rep=1000, rounds=3, seed=0, save=True, plot=False)
+    return common.Report("01_vector_add", args, gpu)
+
+
+def test_table_derives_its_rates(report, capsys):
+    with report.table("providers", "a title", baseline="torch") as table:
+        fast = table.time({"n": 5}, {"triton": None, "torch": None}, bytes=192_000_000, flops=6_144_000_000,
+                          unit="bf16")
+        table.time({"n": 6}, {"triton": None}, bytes=512_000_000)
+    row = fast["triton"]
+    assert (row["gbps"], row["pct_rated"], row["ratio"]) == (192, 75, 2) and "mark" not in row
+    assert (row["tflops"], row["pct_peak"]) == (pytest.approx(6.144), pytest.approx(50))
+    assert (row["sm_mhz"], row["throttle"]) == (1000, "power cap") and fast["torch"]["ratio"] == 1
+    assert table.rows[2]["mark"] == "L2-resident" and table.rows[2]["ratio"] is None  # 512 of 256 GB/s
+    printed = capsys.readouterr().out
+    assert "### providers: a title" in printed and "L2-resident: faster" in printed
+    assert re.search(r"\| power cap +\| L2-resident \|$", printed, re.M)
+
+
+def test_an_interrupt_prints_what_was_measured(report, capsys):
+    def main():
+        with report.table("providers", "a title") as table:
+            table.time({"n": 5}, {"triton": None}, bytes=192_000_000)
+            raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as end:
+        common.run(main)
+    printed = capsys.readouterr()
+    assert end.value.code == 130 and "192.0" in printed.out and printed.err.count("interrupted") == 1
+    assert not list(common.ROOT.iterdir())
+
+
+def test_results_are_written_in_their_form(report):
+    with report.table("providers", "a title") as table:
+        table.time({"n": 5}, {"triton": None}, bytes=192_000_000)
+        table.note("a note")
+    report.finish()
+    folder = common.ROOT / "results" / "nvidia-geforce-rtx-4060-laptop-gpu"
+    assert sorted(path.name for path in folder.iterdir()) == ["01_vector_add.json", "01_vector_add.md"]
+    record = json.loads((folder / "01_vector_add.json").read_text())
+    assert not problems(record, "01_vector_add")
+    assert record["tables"]["providers"]["rows"][0]["gbps"] == 192
+    text = (folder / "01_vector_add.md").read_text()
+    assert "128-bit bus" in text and re.search(r"\| +192\.0 \|", text) and "\n- a note" in text
+
+
+@pytest.mark.parametrize("broken", ["replace", "chmod"])
+def test_an_existing_result_stays_whole(broken, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    common.write(path, "old")
+    assert path.read_text() == "old"
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, broken, refuse)
+    with pytest.raises(SystemExit) as end:
+        common.write(path, "new")
+    assert end.value.code == 2 and "No space left" in capsys.readouterr().err
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+TABLES = {
+    "01_vector_add": {"providers", "block_size", "alignment", "first_launch"},
+    "02_fused_softmax": {"widths", "unfused", "cliff"},
+    "03_matmul": {"vs_cublas", "grouping", "fp32_precision"},
+    "04_autotune": {"configs", "cost", "picks", "softmax"},
+    "05_inspect_ir": {"stages", "layouts", "loop", "resources"},
+    "counters": {"grouping"},
+}
+
+
+def problems(record, name):
+    """What is wrong with a results file, as a list."""
+    wanted = ["commit", "gpu", "script", "seed", "settings", "tables", "time", "versions"]
+    found = [f"no {key}" for key in wanted if key not in record]
+    if found:
+        return found
+    found += [f"unknown table {key}" for key in set(record["tables"]) - TABLES.get(name, set(record["tables"]))]
+    for key, table in record["tables"].items():
+        if set(table) != {"title", "notes", "rows"}:
+            found.append(f"{key}: its keys are {sorted(table)}")
+            continue
+        found += [f"{key}: no rows"] if not table["rows"] else []
+        for row in table["rows"]:
+            found += [f"{key}: unknown key {k}" for k in set(row) - set(common.COLUMNS)]
+            found += [f"{key}: {k} is {v}" for k, v in row.items()
+                      if isinstance(v, float) and v - v != 0 or isinstance(v, (dict, list))]
+            found += [f"{key}: {k} is {v}" for k, v in row.items()
+                      if k.startswith("pct_") and v is not None and not 0 <= v <= 1000]
+            if any(v is None for v in row.values()) and not table["notes"]:
+                found.append(f"{key}: a null and no note that says why")
+    return found
+
+
+RESULTS = sorted((ROOT / "results").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_results(path):
+    record = json.loads(path.read_text())
+    assert not problems(record, path.stem)
+    if path.stem in TABLES:
+        assert set(record["tables"]) == TABLES[path.stem], "a full run has every table"
+    text = path.with_suffix(".md").read_text()
+    for key, table in record["tables"].items():
+        assert f"### {key}: {table['title']}" in text and common.format_table(table["rows"]) in text
+
+
+def test_a_bad_result_is_found():
+    def record(rows, key="providers", notes=()):
+        return {"commit": None, "gpu": {}, "script": "", "seed": 0, "settings": {}, "time": "", "versions": {},
+                "tables": {key: {"title": "", "notes": list(notes), "rows": rows}}}
+    good = [{"n": 1, "ms": 1.0, "pct_rated": None}]
+    assert not problems(record(good, notes=["why"]), "01_vector_add")
+    for bad in (record(good), record(good, "widths", ["why"]), record([]), record([{"n": NAN}]),
+                record([{"ms": INF}]), record([{"milliseconds": 1}]), record([{"pct_rated": -1.0}]),
+                record([{"n": [1]}]), {}):
+        assert problems(bad, "01_vector_add")
+
+
+# ---------------------------------------------------------------- the scripts as processes
+
+def run(*command, cwd=ROOT, timeout=570):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if ASKED is not None:
+        env["TRITON_INTERPRET"] = ASKED
+    return subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True,
+                          timeout=timeout)
+
+
+def test_every_script_is_tested():
+    assert SCRIPTS == sorted(set(TABLES) - {"counters"})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script):
+    done = run(f"{script}.py", "--help")
+    assert done.returncode == 0 and not done.stderr
+    for flag in ("--quick", "--rounds", "--warmup MS", "--rep MS", "--device", "--save", "--plot"):
+        assert flag in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_quick(script):
+    done = run(f"{script}.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    if not GPU:
+        assert "Nothing is timed: no GPU here" in done.stdout
+        assert not re.search(r"\b(ms|gbps|tflops|seconds)\b", done.stdout)
+
+
+FLAGS = {"01_vector_add": ["--n 0", "--n -5", "--n abc", "--n 1.5", "--block-size 1000", "--block-size 0"],
+         "02_fused_softmax": ["--n-cols 0", "--n-cols -5", "--n-cols abc", "--dtype fp8"],
+         "03_matmul": ["--n 0", "--n -5", "--n abc", "--dtype fp8"],
+         "04_autotune": [],
+         "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing"]}
+WRONG = [(script, flags) for script in SCRIPTS for flags in (
+    "--rounds 0", "--warmup -1", "--rep 0", "--device 99", "--nothing", "--save --quick", *FLAGS[script],
+    *([] if GPU else ["--save", "--device 1"]))]
+
+
+def refused(done):
+    return done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "###" not in done.stdout
+
+
+@pytest.mark.parametrize("script, flags", WRONG)
+def test_wrong_flags_get_one_line(script, flags):
+    done = run(f"{script}.py", *flags.split())
+    assert refused(done), (done.returncode, done.stdout, done.stderr)
+
+
+@needs_gpu
+@pytest.mark.parametrize("script, flags", [
+    ("01_vector_add", "--n 100000000000"), ("02_fused_softmax", "--n-cols 100000000000"),
+    ("03_matmul", "--n 10000000")])
+def test_what_does_not_fit_is_refused_with_its_bytes(script, flags):
+    done = run(f"{script}.py", *flags.split())
+    assert refused(done) and re.search(r"needs [0-9,]{12,} bytes .* [0-9,]+ bytes are free", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("script, right, wrong", [
+    ("01_vector_add", "mask = offsets < n ", "mask = offsets < n - 1 "),
+    ("01_vector_add", "mask = offsets < n ", "mask = offsets < n + 1 "),
+    ("02_fused_softmax", 'other=-float("inf")', "other=0.0"),
+    ("02_fused_softmax", "tl.sum(num, axis=1, keep_dims=True)", "tl.sum(num)"),
+    ("02_fused_softmax", "total * tl.exp(top - shift)", "total"),
+    ("03_matmul", "range(0, tl.cdiv(K, BLOCK_K))", "range(1, tl.cdiv(K, BLOCK_K))"),
+    ("03_matmul", "group_m = min(num_pid_m - first_m, GROUP_M)", "group_m = GROUP_M"),
+    ("03_matmul", "pid_n = (pid", "pid_n = 0 * (pid")])
+def test_a_wrong_kernel_ends_the_script(script, right, wrong, tmp_path):
+    """Every mistake planted in a kernel is found by its script's own check, before anything is timed."""
+    for path in ROOT.glob("*.py"):
+        source = path.read_text()
+        if path.stem == script:
+            assert right in source
+            source = source.replace(right, wrong)
+        (tmp_path / path.name).write_text(source)
+    done = run(f"{script}.py", "--quick", cwd=tmp_path)
+    assert done.returncode not in (0, 2) and "###" not in done.stdout, done.stdout
+
+
+# ---------------------------------------------------------------- make
+
+def make(*arguments, cwd, **env):
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))} | env
+    return subprocess.run(["make", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """A repository of three steps, the second of which fails."""
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    for name, status in (("01_a", 0), ("02_b", 7), ("03_c", 0)):
+        (tmp_path / f"{name}.py").write_text(f'"""What does {name} do?"""\nimport sys\n'
+                                             f"print({name!r}, sys.argv[1:])\nsys.exit({status})\n")
+    return tmp_path
+
+
+def test_make_alone_lists_its_targets(steps):
+    done = make("PYTHON=/nowhere/python", cwd=steps)
+    assert done.returncode == 0 and "make 02       What does 02_b do?" in done.stdout
+    for target in ("all", "NN", "quick", "ncu", "test", "clean"):
+        assert re.search(rf"^make {target} ", done.stdout, re.M)
+
+
+def test_make_all_stops_at_a_failing_step_with_its_status(steps):
+    done = make(f"PYTHON={sys.executable}", "all", cwd=steps)
+    save = ["--save"] if GPU else []
+    assert done.stdout.splitlines() == [f"01_a {save}", f"02_b {save}"]
+    assert done.returncode == 2 and "Error 7" in done.stderr
+
+
+def test_make_one_step(steps):
+    done = make(f"PYTHON={sys.executable}", "03", "ARGS=--n 8192", cwd=steps)
+    assert (done.returncode, done.stdout) == (0, "03_c ['--n', '8192']\n")
+    assert make("04", cwd=steps).returncode == 2
+
+
+def test_make_uses_a_python_that_lacks_nothing_and_else_makes_a_venv(steps):
+    """Read off `make -n`, with a python3 that answers as one with and one without the packages would."""
+    (steps / "requirements.txt").touch()
+    fake, path = steps / "python3", os.environ["PATH"]
+    for answer in ("", "tabulate"):
+        fake.write_text(f"#!/bin/sh\necho {answer}\n")
+        fake.chmod(0o755)
+        done = make("-n", "test", cwd=steps, PATH=f"{steps}:{path}")
+        assert done.returncode == 0, done.stderr
+        assert ("python3 lacks: tabulate." in done.stdout) == bool(answer)
+        assert (".venv/bin/python -m pytest" in done.stdout) == bool(answer)
+
+
+# ---------------------------------------------------------------- 05: the article's compiler output, exactly
+
+@pytest.fixture(scope="session")
+def arch_89(tmp_path_factory):
+    """05's tables for the article's laptop, compiled here: {id: rows}."""
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("the figures are those of Triton 3.6")
+    path = tmp_path_factory.mktemp("arch") / "89.json"
+    done = run("05_inspect_ir.py", "--arch", "89", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    return {key: table["rows"] for key, table in json.loads(path.read_text())["tables"].items()}
+
+
+def only(rows, key, **match):
+    """The field `key` of the rows that match; all must agree."""
+    values = {row[key] for row in rows if all(row.get(k) == v for k, v in match.items()) and row.get(key) is not None}
+    assert len(values) == 1, f"{key} of {match} is {sorted(values)}"
+    return values.pop()
+
+
+def test_arch_89_stages(arch_89):
+    assert only(arch_89["stages"], "lines", kernel="matmul_kernel", stage="ttir") == 210
+
+
+@pytest.mark.parametrize("text", [
+    "ld.global.v4.b32", "sizePerThread = [4]", "versionMajor = 2", "warpsPerCTA = [2, 2]", "instrShape = [16, 8]",
+    "vec = 8, perPhase = 2, maxPhase = 4", "3x128x32x", "3x32x128x"])
+def test_arch_89_layouts(arch_89, text):
+    assert text in json.dumps(arch_89["layouts"])
+
+
+def test_arch_89_loop(arch_89):
+    assert only(arch_89["loop"], "count", kernel="matmul_kernel", dtype="bf16", instruction="mma.sync") == 64
+
+
+@pytest.mark.parametrize("n_cols, num_warps, spills", [(65_536, 16, 26), (131_072, 16, 472), (131_072, 32, 174)])
+def test_arch_89_spills(arch_89, n_cols, num_warps, spills):
+    assert only(arch_89["resources"], "spills", kernel="softmax_kernel", dtype="bf16", n_cols=n_cols,
+                num_warps=num_warps) == spills
+
+
+def test_arch_89_shared_memory(arch_89):
+    assert 49_152 in {row.get("shared_bytes") for row in arch_89["resources"] if row["kernel"] == "matmul_kernel"}
