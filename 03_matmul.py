@@ -1,6 +1,22 @@
+"""Does a 30-line matmul reach cuBLAS, and what is FP32 on tensor cores?
+
+S1's matmul on tensor cores, grouped and autotuned; S2 says that a library should be used instead. Run it:
+
+    python 03_matmul.py                    every table
+    python 03_matmul.py --n 8192           one size against cuBLAS, BF16 and FP16; any n, in elements a side
+    python 03_matmul.py --dtype fp32       every way to multiply FP32, at --n or 4,096
+    python 03_matmul.py --quick            a smoke run
+
+The answer is the column `ratio` of the table `vs_cublas`; `grouping` shows what the order of the programs is worth,
+and `fp32_precision` what each way of multiplying FP32 costs and how exact it is.
+"""
+import contextlib
+import sys
+from functools import partial
+
 import torch
 
-import common  # noqa: F401  before triton: it chooses the interpreter where there is no GPU
+import common  # before triton: it chooses the interpreter where there is no GPU
 import triton
 import triton.language as tl
 
@@ -24,8 +40,10 @@ def matmul_kernel(a_ptr, b_ptr, c_ptr, M, N, K,
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
+    step = BLOCK_K
     if WIDE:                                             # some offset passes 2^31
         rm, rn, rk = rm.to(tl.int64), rn.to(tl.int64), rk.to(tl.int64)
+        step = tl.full((), BLOCK_K, tl.int64)
     a_ptrs = a_ptr + rm[:, None] * stride_am + rk[None, :] * stride_ak    # BLOCK_M x BLOCK_K tile of A
     b_ptrs = b_ptr + rk[:, None] * stride_bk + rn[None, :] * stride_bn    # BLOCK_K x BLOCK_N tile of B
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -38,7 +56,321 @@ def matmul_kernel(a_ptr, b_ptr, c_ptr, M, N, K,
         a = tl.load(a_ptrs, mask=a_mask, other=0.0)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)              # tensor cores
-        a_ptrs += BLOCK_K * stride_ak
-        b_ptrs += BLOCK_K * stride_bk
+        a_ptrs += step * stride_ak
+        b_ptrs += step * stride_bk
     c_ptrs = c_ptr + rm[:, None] * stride_cm + rn[None, :] * stride_cn
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rm[:, None] < M) & (rn[None, :] < N))
+
+
+# ---------------------------------------------------------------- configs
+
+def cfg(bm, bn, bk, stages, warps, g=8):
+    return triton.Config({"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_K": bk, "GROUP_M": g}, num_stages=stages,
+                         num_warps=warps)
+
+
+# By bytes an element, from small tiles (a small product has programs for all SMs only with those) to the largest,
+# whose operands are read from L2 the least often. Hopper's 227 KB hold 4 stages of 128 x 256 x 64; Ada's 99 KB 3 of 32.
+CONFIGS = {2: [cfg(64, 32, 128, 4, 4), cfg(64, 64, 64, 4, 4), cfg(64, 128, 64, 4, 4), cfg(128, 64, 64, 4, 4),
+               cfg(128, 128, 32, 4, 4), cfg(128, 128, 64, 3, 8), cfg(128, 256, 32, 3, 8), cfg(128, 256, 64, 3, 8),
+               cfg(128, 256, 64, 4, 8), cfg(128, 256, 64, 4, 8, g=16)],
+           4: [cfg(32, 32, 32, 3, 4), cfg(64, 64, 32, 3, 4), cfg(64, 128, 16, 4, 8), cfg(128, 64, 32, 3, 4),
+               cfg(128, 128, 32, 3, 8), cfg(128, 256, 32, 3, 8)]}
+ANY = cfg(32, 32, 32, 3, 4)  # runs everywhere, with every dtype: what the interpreter takes, which cannot be tuned
+ARTICLE = cfg(128, 128, 32, 4, 4)  # S1's, for its grouping experiment and its compiler output
+PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+UNITS = {"tf32": "tf32", "tf32x3": "tf32", "ieee": "fp32", "bf16x3": "bf16", "bf16x6": "bf16"}  # what does the work
+SIZES, GROUPING = (512, 1024, 2048, 4096, 8192, 16384), (4096, 8192)
+
+
+def config_name(config):
+    """ "128x128x32 s4 w4 g8": BLOCK_M x BLOCK_N x BLOCK_K, num_stages, num_warps, GROUP_M."""
+    tile = "x".join(str(config.kwargs[f"BLOCK_{axis}"]) for axis in "MNK")
+    return f"{tile} s{config.num_stages} w{config.num_warps} g{config.kwargs['GROUP_M']}"
+
+
+def shared_bytes(config, element_size, cc):
+    """Least shared memory of a config: one A and one B tile a slice in flight. wgmma (cc 9.0 and newer) reads the
+    slice in hand from shared memory, too; mma.sync takes it from registers, so there it is one slice less."""
+    block_m, block_n, block_k = (config.kwargs[f"BLOCK_{axis}"] for axis in "MNK")
+    return (config.num_stages - (cc < 9)) * (block_m + block_n) * block_k * element_size
+
+
+def fitting(configs, named_args, **_):
+    """prune_configs_by for the autotuner: the configs for these operands' element size that fit in shared memory."""
+    a = named_args["a_ptr"]
+    limit = triton.runtime.driver.active.utils.get_device_properties(a.device.index)["max_shared_mem"]
+    cc = torch.cuda.get_device_capability(a.device)[0]
+    size = a.element_size()
+    return [config for config in CONFIGS[size] if shared_bytes(config, size, cc) <= limit]
+
+
+# RAGGED follows from the tile, which the autotuner chooses: so it is a heuristic under it, not an argument.
+any_size = triton.heuristics({
+    "RAGGED": lambda args: args["M"] % args["BLOCK_M"] > 0 or args["N"] % args["BLOCK_N"] > 0})(matmul_kernel)
+tuned = triton.autotune(configs=CONFIGS[2] + CONFIGS[4], key=["M", "N", "K", "PRECISION"],
+                        prune_configs_by={"early_config_prune": fitting})(any_size)
+
+
+# ---------------------------------------------------------------- launchers
+
+def matmul(a, b, precision="tf32", out=None, config=None):
+    """a @ b on tensor cores, accumulated in FP32.
+
+    a: (M, K), b: (K, N), any strides and sizes, also 0, both bf16, fp16 or fp32, on one CUDA device (CPU under the
+    interpreter). precision: how FP32 is multiplied, one of PRECISIONS (ignored for bf16 and fp16). out: (M, N) of the
+    same dtype and device, any strides without overlap; without it, a new tensor. config: a triton.Config to run;
+    without it the fastest of CONFIGS, found by a search at the first call with each M, N, K and precision.
+    Raises TypeError on dtypes, ValueError on shapes, devices and precisions that do not fit.
+    """
+    tensors = {"a": a, "b": b} | ({} if out is None else {"out": out})
+    for name, tensor in tensors.items():
+        if tensor.dtype not in common.DTYPES.values() or tensor.dtype != a.dtype:
+            raise TypeError(f"matmul: {name} is {tensor.dtype} and a is {a.dtype}; all must be one of "
+                            f"{', '.join(common.DTYPES)}")
+        if tensor.dim() != 2:
+            raise ValueError(f"matmul: {name} has {tensor.dim()} dimensions; it must be a matrix")
+    if precision not in PRECISIONS:
+        raise ValueError(f"matmul: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"matmul: a is {tuple(a.shape)} and b is {tuple(b.shape)}; a's columns must be b's rows")
+    common.same_device("matmul", **tensors)
+    (m, k), n = a.shape, b.shape[1]
+    if out is None:
+        out = torch.empty((m, n), dtype=a.dtype, device=a.device)
+    elif out.shape != (m, n) or any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+        raise ValueError(f"matmul: out is {tuple(out.shape)} with strides {out.stride()}; it must be {(m, n)}, without "
+                         "elements that share memory")
+    if m == 0 or n == 0:
+        return out
+    kernel, options = tuned, {}
+    if common.INTERPRETED:
+        config = config or ANY
+    if config:
+        kernel, options = any_size, config.all_kwargs()
+    # The largest offset that a program computes, tiles' overhang included: past 2^31 it needs 64 bits.
+    reach = max(sum((size + 255) * stride for size, stride in zip(x.shape, x.stride())) for x in (a, b, out))
+
+    def grid(meta):
+        return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
+    with torch.cuda.device_of(a):  # Triton launches on the current device
+        matmul.kernel = kernel[grid](a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), **options,
+                                     PRECISION=precision if a.dtype == torch.float32 else "ieee", WIDE=reach >= 2**31)
+    return out
+
+
+@contextlib.contextmanager
+def cublas_fp32(mode):
+    """torch.matmul multiplies FP32 as "ieee" or "tf32" inside; afterwards as before, whichever of PyTorch's two
+    interfaces had set it."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = mode
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+def cublas(a, b, out, mode="ieee"):
+    with cublas_fp32(mode):
+        return torch.matmul(a, b, out=out)
+
+
+def tile_loads(num_pid_m, num_pid_n, num_k, group_m, programs):
+    """Input tiles that the first `programs` programs need in matmul_kernel's order, each counted once (S1: in a grid
+    of 9 x 9 tiles with K of 9, the first 9 programs need 90 in row order, group_m = 1, and 54 with group_m = 3)."""
+    rows, columns = set(), set()
+    for pid in range(programs):
+        first_m = pid // (group_m * num_pid_n) * group_m
+        height = min(num_pid_m - first_m, group_m)
+        rows.add(first_m + pid % (group_m * num_pid_n) % height)
+        columns.add(pid % (group_m * num_pid_n) // height)
+    return (len(rows) + len(columns)) * num_k
+
+
+# ---------------------------------------------------------------- proof
+
+# An operand's relative rounding (the parts of "tf32x3", "bf16x3" and "bf16x6" that are left out count as such).
+ROUNDING = {"tf32": 2**-10, "tf32x3": 2**-20, "ieee": 2**-22, "bf16x3": 2**-14, "bf16x6": 2**-20}
+
+
+def framed(x, pad=3):
+    """The same matrix as a view into NaN: whatever is read beyond its edge shows."""
+    room = torch.full((x.shape[0] + pad, x.shape[1] + pad), float("nan"), dtype=x.dtype, device=x.device)
+    return room[:x.shape[0], :x.shape[1]].copy_(x)
+
+
+def verify(a, b, precision="tf32", config=None):
+    """matmul(a, b) against float64 on an output of NaN, nothing written beside it. The tolerance: operands rounded,
+    summed over K as a random walk; a dropped slice of K is 16 summands or more, each of order 1."""
+    m, n = a.shape[0], b.shape[1]
+    room = torch.full((m + 2, n + 3), float("nan"), dtype=a.dtype, device=a.device)
+    out = room[1:m + 1, 1:n + 1]
+    matmul(a, b, precision, out, config)
+    unit = ROUNDING[precision] if a.dtype == torch.float32 else 2**-22
+    what = f"matmul {m} x {n} x {a.shape[1]}, {a.dtype}, {precision}, {config and config_name(config)}"
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=torch.finfo(a.dtype).eps,
+                               atol=8 * unit * max(a.shape[1], 1)**0.5 + 2**-24, msg=lambda text: f"{what}: {text}")
+    assert room.isnan().sum() == room.numel() - m * n, f"{what} wrote outside of its output"
+
+
+def check(report):
+    """Every path against float64 before anything is timed: each config, ragged and aligned, each precision."""
+    print(f"[{report.name}] check", file=sys.stderr, flush=True)
+
+    def randn(*shape, dtype):
+        return torch.randn(*shape, device=common.device()).to(dtype)
+    names = common.DTYPES if report.gpu else ("fp16", "fp32")  # no interpreter runs bf16
+    for dtype in (common.DTYPES[name] for name in names):
+        for m, n, k in ((1, 1, 1), (5, 7, 0), (0, 5, 3), (1, 300, 70), (300, 1, 70), (33, 65, 17), (321, 130, 100)):
+            verify(framed(randn(m, k, dtype=dtype)), framed(randn(k, n, dtype=dtype)), config=ANY)
+        a, b = randn(70, 90, dtype=dtype), randn(90, 50, dtype=dtype)
+        for x, y in ((b.t(), a.t()), (a[:, ::2], b[::2]), (a[3:, 1:], b[1:, 2:]), (a[:1].expand(20, 90), b)):
+            verify(x, y, config=ANY)
+        reach = 2**31 // 40                                  # rows this far apart: the 33rd slice of K is past 2^31
+        if report.gpu and 4 * dtype.itemsize * reach * 40 < torch.cuda.mem_get_info()[0] and dtype.itemsize == 2:
+            far = torch.empty_strided((48, 64), (reach, 1), dtype=dtype, device="cuda").copy_(torch.randn(48, 64))
+            verify(far, randn(64, 20, dtype=dtype), config=ANY)
+            verify(randn(20, 48, dtype=dtype), far, config=ANY)
+    for dtype in (common.DTYPES[name] for name in names) if report.gpu else ():
+        a, b = randn(512, 384, dtype=dtype), randn(384, 768, dtype=dtype)
+        verify(a, b)                                         # the search itself
+        for config in fitting(None, {"a_ptr": a}):
+            for precision in PRECISIONS if dtype == torch.float32 and not report.args.quick else ("tf32",):
+                verify(a, b, precision, config)
+            verify(framed(a[:300, :200]), framed(b[:200, :500]), config=config)
+
+
+def rel_error(out, a, b):
+    """Largest difference from a float64 product over its largest entry; above 4,096 rows of every eighth row, so that
+    each tile has its share."""
+    step = 8 if a.shape[0] > 4096 else 1
+    rows, largest, difference = a[::step].double(), 0.0, 0.0
+    for columns in torch.arange(b.shape[1], device=b.device).split(2048):
+        reference = rows @ b[:, columns].double()
+        wrong = (out[::step, columns].double() - reference).abs().max().item()
+        difference, largest = max(difference, wrong), max(largest, reference.abs().max().item())
+    return difference / largest
+
+
+def proven(name, call, a, b, out, limit):
+    """The rel_error of one provider on a poisoned output; ends the run where it is no rounding."""
+    call(a, b, out=out.fill_(float("nan")))
+    error = rel_error(out, a, b)
+    if not error <= limit:  # NaN fails, too
+        raise AssertionError(f"{name}: an error of {error:.2e} of the largest entry at {tuple(a.shape)}, {a.dtype}")
+    return error
+
+
+# ---------------------------------------------------------------- tables
+
+def square(n, dtype):
+    """Two random n x n matrices and a result to write."""
+    a, b = (torch.randn(n, n, dtype=common.DTYPES[dtype], device="cuda") for _ in range(2))
+    return a, b, torch.empty_like(a)
+
+
+def need(n, itemsize):
+    """GPU memory of a square product in bytes: the matrices, and rel_error's float64 parts."""
+    return 3 * n * n * itemsize + 8 * 2048 * (n + min(n, 4096)) + 8 * n * min(n, 4096) + 2**28
+
+
+def vs_cublas(report, sizes, dtypes):
+    with report.table("vs_cublas", "square matmul against cuBLAS", baseline="cublas") as table:
+        for n in sizes:
+            if need(n, 2) > torch.cuda.mem_get_info()[0]:
+                table.note(f"{n:,} is left out: it needs {need(n, 2):,} bytes of GPU memory.")
+                continue
+            for dtype in dtypes:
+                a, b, out = square(n, dtype)
+                limit = 2 * torch.finfo(a.dtype).eps
+                providers = {"triton": matmul, "cublas": cublas}
+                extra = {name: {"rel_error": proven(name, call, a, b, out, limit)} for name, call in providers.items()}
+                extra["triton"] |= {"config": config_name(tuned.best_config), "regs": matmul.kernel.n_regs,
+                                    "spills": matmul.kernel.n_spills}
+                table.time({"n": n, "m": n, "k": n, "dtype": dtype},
+                           {name: partial(call, a, b, out=out) for name, call in providers.items()}, extra,
+                           flops=2 * n**3, unit=dtype)  # n^2 sums of n products
+                del a, b, out
+        table.note("Both round the same FP32 sums to the output's dtype, which is most of rel_error "
+                   "(above 4,096: over every eighth row).")
+
+
+def cycles(row):
+    if row["sm_mhz"]:
+        row["mcycles"] = row["ms"] * row["sm_mhz"] / 1000
+
+
+def grouping(report, sizes):
+    with report.table("grouping", "the order of the programs: rows of tiles, and groups of 8", derive=cycles) as table:
+        for n in sizes:
+            a, b, out = square(n, "bf16")
+            orders = {str(group_m): cfg(128, 128, 32, 4, 4, group_m) for group_m in (1, 8)}
+            for name, config in orders.items():
+                proven(f"GROUP_M = {name}", partial(matmul, config=config), a, b, out, 2**-7)
+            table.time({"n": n, "m": n, "k": n, "dtype": "bf16"},
+                       {name: partial(matmul, a, b, out=out, config=config) for name, config in orders.items()},
+                       {name: {"provider": "triton", "group_m": int(name), "config": config_name(config)}
+                        for name, config in orders.items()}, flops=2 * n**3, unit="bf16")
+        table.note("mcycles: ms x SM clock, in millions. Where both orders take the same cycles but not the same time, "
+                   "the power that DRAM drew came out of the SMs' clock. `make ncu` counts the DRAM bytes.")
+        table.note(f"In a grid of 9 x 9 tiles the first 9 programs need {tile_loads(9, 9, 9, 1, 9)} input tiles in row "
+                   f"order and {tile_loads(9, 9, 9, 3, 9)} in groups of 3.")
+
+
+def fp32_precision(report, n):
+    with report.table("fp32_precision", "FP32 operands: what each precision costs, and gives",
+                      baseline="cublas ieee") as table:
+        a, b, out = square(n, "fp32")
+        start, setting = torch.matmul(a, b), torch.backends.cuda.matmul.fp32_precision  # read, not assumed
+        for mode in ("ieee", "tf32"):
+            if torch.equal(start, cublas(a, b, out, mode)):
+                table.note(f"torch.matmul, as PyTorch is set in this run, multiplies FP32 as \"{mode}\" "
+                           f"(torch.backends.cuda.matmul.fp32_precision = {setting!r}).")
+                break
+        providers, extra = {}, {}
+        for precision in PRECISIONS:
+            error = proven(precision, partial(matmul, precision=precision), a, b, out, 2**-9)
+            providers[precision] = partial(matmul, a, b, precision, out)
+            extra[precision] = {"provider": "triton", "precision": precision, "unit": UNITS[precision],
+                                "config": config_name(tuned.best_config), "rel_error": error,
+                                "baseline": "cublas tf32" if precision == "tf32" else "cublas ieee"}
+        for mode in ("ieee", "tf32"):
+            name = f"cublas {mode}"
+            error = proven(name, partial(cublas, mode=mode), a, b, out, 2**-9)
+            providers[name] = partial(cublas, a, b, out, mode)
+            extra[name] = {"provider": "cublas", "precision": mode, "unit": UNITS[mode], "rel_error": error,
+                           "baseline": name}
+        table.time({"n": n, "m": n, "k": n, "dtype": "fp32"}, providers, extra, flops=2 * n**3)
+        table.note("ratio: \"tf32\" over cuBLAS's TF32, all others over cuBLAS's FP32 (\"ieee\"). pct_peak is of the "
+                   "unit that does the work, for 2MNK useful FLOPs: TF32 for \"tf32\" and \"tf32x3\", BF16 for \"bf16x3\" "
+                   "and \"bf16x6\", which multiply 3, 3 and 6 times, FP32 for \"ieee\".")
+
+
+def main():
+    p = common.parser(__doc__)
+    p.add_argument("--n", type=common.whole(1), help="rows and columns of each matrix; alone, the table `vs_cublas`")
+    p.add_argument("--dtype", choices=common.DTYPES, help="bf16, fp16: `vs_cublas` alone; fp32: `fp32_precision` alone")
+    report = common.start(p, narrowing=("n", "dtype"))
+    args = report.args
+    if report.gpu is None:
+        check(report)
+        print("matmul() agrees with float64 at small sizes, in fp16 and fp32. The interpreter has no bf16, \"bf16x3\" or "
+              "\"bf16x6\", and computes \"tf32\" as fp32: 05_inspect_ir.py compiles those.")
+        return
+    if args.n:
+        report.need(need(args.n, 4 if args.dtype == "fp32" else 2), f"--n {args.n}")
+    check(report)
+    if args.dtype != "fp32":
+        sizes = [args.n] if args.n else SIZES[:2] + SIZES[3:4] if args.quick else SIZES
+        vs_cublas(report, sizes, [args.dtype] if args.dtype else ["bf16", "fp16"])
+    if not args.n and not args.dtype:
+        grouping(report, GROUPING)
+    if args.dtype == "fp32" or not args.n and not args.dtype:
+        fp32_precision(report, args.n or 4096)
+    report.finish()
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -291,8 +291,11 @@ def format_table(rows):
 class Table:
     """One printed table: rows of one case and one provider each, a title, notes, and a clock log beside it."""
 
-    def __init__(self, report, key, title, baseline=None, roof=False):
-        self.report, self.key, self.title, self.baseline, self.roof = report, key, title, baseline, roof
+    def __init__(self, report, key, title, baseline=None, roof=False, derive=None):
+        """baseline: the provider of ratio 1. roof: measure the copy roof. derive: called with each timed row at the
+        end, when its clocks are known."""
+        self.report, self.key, self.title = report, key, title
+        self.baseline, self.roof, self.derive = baseline, roof, derive
         self.rows, self.notes, self.timed = [], [], []
         self.log, self.copy_gbps = None, None
 
@@ -366,6 +369,8 @@ class Table:
                 if not peak:
                     self.note("pct_peak is empty where the clock or the GPU's peak is unknown.")
             row.update(clocks)
+            if self.derive:
+                self.derive(row)
         marks = {row.get("mark") for row in self.rows}
         if "L2-resident" in marks:
             self.note("L2-resident: faster than the rated DRAM bandwidth, so part of the data came from L2.")
@@ -478,7 +483,7 @@ class Report:
                   "settings": {key: getattr(self.args, key) for key in ("warmup", "rep", "rounds")},
                   "seed": self.args.seed,
                   "tables": {t.key: {"title": t.title, "notes": t.notes, "rows": t.rows} for t in self.tables}}
-        write(folder / f"{self.name}.json", json.dumps(record, indent=1) + "\n")
+        write(folder / f"{self.name}.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
         write(folder / f"{self.name}.md", "\n".join([f"# {self.name}", "", header(self.gpu), ""]
                                                     + [t.text() for t in self.tables]))
 
