@@ -344,8 +344,8 @@ def fp32_precision(report, n):
                            "baseline": name}
         table.time({"n": n, "m": n, "k": n, "dtype": "fp32"}, providers, extra, flops=2 * n**3)
         table.note("ratio: \"tf32\" over cuBLAS's TF32, all others over cuBLAS's FP32 (\"ieee\"). pct_peak is of the "
-                   "unit that does the work, for 2MNK useful FLOPs: TF32 for \"tf32\" and \"tf32x3\", BF16 for \"bf16x3\" "
-                   "and \"bf16x6\", which multiply 3, 3 and 6 times, FP32 for \"ieee\".")
+                   "unit that does the work, for 2MNK useful FLOPs: TF32 for \"tf32\" and \"tf32x3\", BF16 for "
+                   "\"bf16x3\" and \"bf16x6\", which multiply 3, 3 and 6 times, FP32 for \"ieee\".")
 
 
 def main():
@@ -356,8 +356,8 @@ def main():
     args = report.args
     if report.gpu is None:
         check(report)
-        print("matmul() agrees with float64 at small sizes, in fp16 and fp32. The interpreter has no bf16, \"bf16x3\" or "
-              "\"bf16x6\", and computes \"tf32\" as fp32: 05_inspect_ir.py compiles those.")
+        print("matmul() agrees with float64 at small sizes, in fp16 and fp32. The interpreter has no bf16, \"bf16x3\" "
+              "or \"bf16x6\", and computes \"tf32\" as fp32: 05_inspect_ir.py compiles those.")
         return
     if args.n:
         report.need(need(args.n, 4 if args.dtype == "fp32" else 2), f"--n {args.n}")
