@@ -85,10 +85,9 @@ def tuned_matmul(configs, **options):
 
 def soften(kernel, x, out, **config):
     """A softmax kernel of 02, or an autotuner over it, on contiguous rows."""
-    online = {"in_stride": x.stride(0), "out_stride": out.stride(0), "STAGES": 1, "ALIGN": 1}
-    by = kernel.base_fn if hasattr(kernel, "base_fn") else kernel.fn
-    extra = online if by is fused.online_kernel.fn else {}
-    return kernel[(len(x),)](out, x, n_cols=x.shape[1], **extra, **config)
+    if (kernel.base_fn if hasattr(kernel, "base_fn") else kernel.fn) is fused.online_kernel.fn:
+        config |= {"in_stride": x.stride(0), "out_stride": out.stride(0), "STAGES": 1, "ALIGN": 16 // x.element_size()}
+    return kernel[(len(x),)](out, x, n_cols=x.shape[1], **config)
 
 
 def whole_rows(configs, named_args, **kwargs):
@@ -157,8 +156,8 @@ def configs(report, n):
         multiply(tuned, a, b, out)                           # on the warm GPU
         rows[config_name(tuned.best_config)]["pick"] = "picked"
         times = [rows[name]["ms"] for name in good]
-        table.note(f"The slowest takes {max(times) / min(times):.2f} times as long as the fastest. picked: by one search "
-                   "of triton.autotune (25 ms of warm-up, 100 ms of runs a config, median).")
+        table.note(f"The slowest takes {max(times) / min(times):.2f} times as long as the fastest. picked: by one "
+                   "search of triton.autotune (25 ms of warm-up, 100 ms of runs a config, median).")
         for name, why in bad.items():
             table.note(f"Left out: {name}, which {why}.")
 
@@ -177,8 +176,8 @@ def cost(report, n):
                     raise AssertionError(f"cost: the child failed: {done.stderr.strip()[-300:]}")
                 if shown:
                     table.row(case=case, n=n, m=n, k=n, dtype="bf16", seconds=float(done.stdout))
-        table.note("Wall clock of the call and a synchronize; importing and creating the CUDA context are over by then. "
-                   "Kernels are kept between processes, timings only with cache_results=True.")
+        table.note("Wall clock of the call and a synchronize; importing and creating the CUDA context are over by "
+                   "then. Kernels are kept between processes, timings only with cache_results=True.")
 
 
 def child(device, n, keep):
@@ -217,8 +216,8 @@ def picks(report, sizes):
                                  pick=" or ".join(name for name, _ in collections.Counter(picked).most_common()),
                                  gap_pct=100 * (rows[slowest]["ms"] / rows[best]["ms"] - 1))
             table.rows = [row for row in table.rows if "gap_pct" in row]  # one row a size: of the pick
-        table.note("pick: what three searches picked; where they differ, the row is the slower one's. gap_pct: how much "
-                   "longer it takes than the best. Timed for a full second each: the configs whose best of three "
+        table.note("pick: what three searches picked; where they differ, the row is the slower one's. gap_pct: how "
+                   "much longer it takes than the best. Timed for a full second each: the configs whose best of three "
                    "search times was within 25% of the fastest's.")
 
 
@@ -246,8 +245,8 @@ def softmax(report):
             table.time({"n_rows": n_rows, "n_cols": n_cols, "dtype": "bf16"}, providers, extra,
                        bytes=2 * x.nbytes)                   # MN read, MN written
         stream(table, STREAM[:3] if report.args.quick else STREAM)
-        table.note("S2 lists BLOCKs for a kernel that reads one BLOCK of its row: below the width it leaves the rest of "
-                   "the row unwritten, is the faster for it, and wins. No time is taken of a kernel that is wrong.")
+        table.note("S2 lists BLOCKs for a kernel that reads one BLOCK of its row: below the width it leaves the rest "
+                   "of the row unwritten, is the faster for it, and wins. No time is taken of a kernel that is wrong.")
         table.note("Each new value of the key is a search, with its compilations: a stream of distinct widths pays for "
                    "all of them; a coarser key, here the next power of 2, for one a bucket. Cells that do not apply to "
                    "a row are empty.")
