@@ -135,8 +135,10 @@ ONLINE = Pick(float("inf"), "online", 8192, 16)
 # Chunks in flight, by bytes an element. 2 bytes: the loads of 16 warps are enough; 4: two more chunks, in 64 KB of
 # shared memory, which every GPU has.
 ONLINE_STAGES = {2: 1, 4: 3}
-# By bytes an element: short rows until a program has 4 KB in flight, whole rows until they spill (`cliff`), chunks.
-PICKS = {size: [Pick(2048 // size, "rows", 4096 // size, 4), *WHOLE_ROW[:3], ONLINE] for size in (2, 4)}
+# By bytes an element: the shortest rows by 2 warps, since the more warps share a row, the more wait for each other;
+# short rows until a program has 4 KB in flight; whole rows until they spill (`cliff`); chunks.
+PICKS = {size: [Pick(256, "rows", 1024, 2), Pick(2048 // size, "rows", 4096 // size, 4), *WHOLE_ROW[:3],
+                Pick(98304, "online", 4096, 8), ONLINE] for size in (2, 4)}
 
 WIDTHS, UNFUSED, CLIFF = (512, 1024, 4096, 16384, 32768, 65536, 131072, 262144), (4096,), (65536, 131072)  # columns
 
