@@ -261,36 +261,38 @@ def check(report, dtypes, timed=(), widths=()):
     """Every path against float64, before anything is timed; dtypes and timed are names, timed those of the tables."""
     print(f"[{report.name}] check", file=sys.stderr, flush=True)
     every_kernel = [Pick(1024, "rows", 2048, 4), Pick(1024, "whole-row", None, 4), Pick(1024, "online", 64, 4)]
+    checks = []
+
+    def later(x, choices=(None,), out=None):
+        checks.extend(partial(verify, x, choice, out) for choice in choices)
     for name, dtype in ((name, common.DTYPES[name]) for name in dtypes):
         for shape in ((1, 1), (7000, 1), (5, 2), (3, 3), (9, 127), (11, 1000), (1, 1024), (3, 1025), (2, 5000)):
-            verify(sample(*shape, dtype))
+            later(sample(*shape, dtype))
         limits = [row.n_cols for row in PICKS[dtype.itemsize][:-1]]  # both sides of each, and a million and one
         for n_cols in (*limits, *(n + 1 for n in limits), 151_936, 2**20 + 1) if report.gpu else ():
-            verify(sample(2, n_cols, dtype))
+            later(sample(2, n_cols, dtype))
         for n_cols in widths if name in timed else ():
-            x = sample(2, n_cols, dtype)
-            for choice in (None, *ours(n_cols, dtype.itemsize).values()):
-                verify(x, choice)
+            later(sample(2, n_cols, dtype), (None, *ours(n_cols, dtype.itemsize).values()))
         for n_cols in CLIFF if name in timed[:1] else ():
-            for choice in CLIFFS.values():
-                verify(sample(2, n_cols, dtype), choice)
-        x = sample(6, *UNFUSED, dtype)
-        close(unfused(x), x, slack=48)  # it rounds x - max, up to 40 large, to the dtype before the exponential
+            later(sample(2, n_cols, dtype), CLIFFS.values())
         for x in (hard_rows(n_cols, dtype) for n_cols in (5, 16, 300)):
-            for choice in (None, *every_kernel):
-                verify(x, choice)
+            later(x, (None, *every_kernel))
         base = sample(40, 900, dtype)
         for x in (base.t(), base[:, ::2], base[:, 5:5], base[7:7]):
-            verify(x)
+            later(x)
         for x in (base[:, 3:-2], base[::3], base[:1].expand(6, 900), base[:, :1]):
-            for choice in (None, *every_kernel):
-                verify(x, choice)
+            later(x, (None, *every_kernel))
+        later(base, out=torch.empty_like(base.t()).t())
+    common.side_by_side(checks)
+    for dtype in (common.DTYPES[name] for name in dtypes):
+        base = sample(40, 900, dtype)
         frame = torch.full_like(base, float("nan"))
         verify(base[:, 3:-2], out=frame[:, 3:-2])
         assert frame[:, :3].isnan().all() and frame[:, -2:].isnan().all(), "softmax wrote outside its rows"
-        verify(base, out=torch.empty_like(base.t()).t())
         copy = base.clone()
         close(softmax(copy, out=copy), base)
+        x = sample(6, *UNFUSED, dtype)
+        close(unfused(x), x, slack=48)  # it rounds x - max, up to 40 large, to the dtype before the exponential
     if report.gpu and torch.cuda.mem_get_info()[0] > 6 * 2**30:  # offsets past 2^31: rows 2^30 elements apart
         store = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
         for n_cols in (500, 4000, 100_000):
@@ -314,7 +316,7 @@ def profiled(calls):
     found = []
     with (tempfile.TemporaryDirectory() as folder,
           contextlib.suppress(RuntimeError, OSError, ValueError, KeyError)):  # no CUPTI, or not permitted
-        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
             for call in calls:
                 call()
             torch.cuda.synchronize()

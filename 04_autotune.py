@@ -11,12 +11,14 @@ timed for a full second. `cost` says what the first call pays for it, `softmax` 
 the result.
 """
 import collections
+import contextlib
 import importlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 
 import torch
 
@@ -73,6 +75,11 @@ def valid(a, b, out):
     """The configs that run here and are right on a, b; ({name: config}, {name: why not})."""
     good, bad = {}, {}
     reference = a.double() @ b.double()
+
+    def compiled(config):
+        with contextlib.suppress(OutOfResources):            # which the loop below names
+            multiply(product.matmul_kernel, a, b, torch.empty_like(out), **config.all_kwargs())
+    common.side_by_side([partial(compiled, config) for config in CONFIGS])
     for config in CONFIGS:
         why = rejected(lambda: multiply(product.matmul_kernel, a, b, out, **config.all_kwargs()), out, reference, 2**-7)
         (bad if why else good)[config_name(config)] = why or config
@@ -205,7 +212,7 @@ def picks(report, sizes):
                 picked.append(config_name(tuned.best_config))
                 for config, (ms, *_) in tuned.configs_timings.items():
                     least[config_name(config)] = min(ms, least.get(config_name(config), ms))
-            near = [name for name, ms in least.items() if ms <= 1.25 * min(least.values())]
+            near = [name for name, ms in least.items() if ms <= 1.15 * min(least.values())]
             providers = {name: lambda config=good[name]: multiply(product.matmul_kernel, a, b, out,
                                                                   **config.all_kwargs()) for name in near}
             providers["cublas"] = lambda: product.cublas(a, b, out)
@@ -218,7 +225,7 @@ def picks(report, sizes):
             table.rows = [row for row in table.rows if "gap_pct" in row]  # one row a size: of the pick
         table.note("pick: what three searches picked; where they differ, the row is the slower one's. gap_pct: how "
                    "much longer it takes than the best. Timed for a full second each: the configs whose best of three "
-                   "search times was within 25% of the fastest's.")
+                   "search times was within 15% of the fastest's.")
 
 
 def softmax(report):

@@ -35,7 +35,6 @@ vector, fused, product = map(importlib.import_module, ("01_vector_add", "02_fuse
 
 ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")
-PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
 PRODUCTS = {"tf32x3": 3, "bf16x3": 3, "bf16x6": 6}         # of the smaller type, for one of FP32; else 1
 
 
@@ -92,7 +91,7 @@ def every_case(arch, quick):
             softmax_case(wide, "bf16", 4096), softmax_case(narrow, "bf16", 512),
             softmax_case(fused.ONLINE, "bf16", 65536), matmul_case("bf16")]
     # Below sm_80 a product of bf16x6 is 24,576 FMAs a thread: half a minute of ptxas, for no other instruction.
-    matmuls = main[-1:] + [matmul_case("fp32", precision) for precision in PRECISIONS
+    matmuls = main[-1:] + [matmul_case("fp32", precision) for precision in product.PRECISIONS
                            if arch >= 80 or not precision.startswith("bf16")]
     if arch in (90, 100):                                  # elsewhere it needs more shared memory than there is
         matmuls.append(matmul_case("bf16", tile=(128, 256, 64), warps=8))

@@ -80,7 +80,7 @@ $(NUMBERS): $(READY)
 	@$(PYTHON) $(filter $@_%,$(SCRIPTS)) $(ARGS)
 
 ncu: $(READY)
-	@$(PYTHON) counters.py
+	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) counters.py $$save
 
 test: $(READY)
 	@$(PYTHON) -m pytest -q test_all.py $(ARGS)

@@ -9,6 +9,7 @@ that switch when it is imported. A script reads
     report.finish()                                           # results/<gpu>/, with --save
 """
 import argparse
+import concurrent.futures
 import datetime
 import json
 import os
@@ -240,6 +241,20 @@ def load_bits(cubin):
     opcodes = [re.search(r"\bLDG(?:STS)?(?:\.\w+)+", line) for line in sass(cubin)]  # not R2.64, the address register
     widths = [re.search(r"\.[SU]?(8|16|64|128)\b", opcode.group()) for opcode in opcodes if opcode]
     return max((int(m.group(1)) if m else 32 for m in widths), default=None)
+
+
+def side_by_side(calls):
+    """Call each without arguments, in threads: most of a check's time is compilation, which runs without Python's
+    lock. In turn under the interpreter, which is Python. The first exception, in the order of calls, is raised."""
+    if INTERPRETED:
+        for call in calls:
+            call()
+        return
+    current = torch.cuda.current_device()  # a new thread begins at device 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
+                                               initargs=(current,)) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result()
 
 
 # ---------------------------------------------------------------- arguments of the launchers
