@@ -70,9 +70,10 @@ def cfg(bm, bn, bk, stages, warps, g=8):
 
 
 # By bytes an element, from small tiles (a small product has programs for all SMs only with those) to the largest,
-# whose operands are read from L2 the least often. 4 stages of 128 x 256 x 64 fit in Hopper's 227 KB and Ampere's 163.
+# whose operands are read from L2 the least often. 4 stages of 128 x 256 x 64 fit in Hopper's 227 KB and Ampere's 163;
+# with 16 rows in a group, the 132 tiles that an H200 works on at once need the fewest rows and columns.
 CONFIGS = {2: [cfg(64, 32, 128, 4, 4), cfg(64, 64, 64, 4, 4), cfg(64, 128, 64, 4, 4), cfg(128, 64, 64, 4, 4),
-               cfg(128, 128, 32, 4, 4), cfg(128, 128, 64, 3, 8), cfg(128, 256, 32, 4, 8), cfg(128, 256, 64, 4, 8),
+               cfg(128, 128, 32, 4, 4), cfg(128, 128, 64, 3, 8), cfg(128, 256, 32, 4, 8),
                cfg(128, 256, 64, 4, 8, g=16)],
            4: [cfg(32, 32, 32, 3, 4), cfg(64, 64, 32, 3, 4), cfg(64, 128, 16, 4, 8), cfg(128, 64, 32, 3, 4),
                cfg(128, 128, 32, 3, 8), cfg(128, 256, 32, 3, 8)]}
@@ -105,11 +106,15 @@ def fitting(configs, named_args, **_):
     return [config for config in CONFIGS[size] if shared_bytes(config, size, cc) <= limit]
 
 
-# RAGGED follows from the tile, which the autotuner chooses: so it is a heuristic under it, not an argument.
-any_size = triton.heuristics({
-    "RAGGED": lambda args: args["M"] % args["BLOCK_M"] > 0 or args["N"] % args["BLOCK_N"] > 0})(matmul_kernel)
+def ragged(args):
+    """RAGGED follows from the tile, which the autotuner chooses: so it is a heuristic under it, not an argument."""
+    return args["M"] % args["BLOCK_M"] > 0 or args["N"] % args["BLOCK_N"] > 0
+
+
 tuned = triton.autotune(configs=CONFIGS[2] + CONFIGS[4], key=["M", "N", "K", "PRECISION"],
-                        prune_configs_by={"early_config_prune": fitting})(any_size)
+                        prune_configs_by={"early_config_prune": fitting})(
+    triton.heuristics({"RAGGED": ragged})(matmul_kernel))
+found = {}  # what a search found, by shape, precision, dtype and device: later calls go past the autotuner's own Python
 
 
 # ---------------------------------------------------------------- launchers
@@ -143,20 +148,25 @@ def matmul(a, b, precision="tf32", out=None, config=None):
                          "elements that share memory")
     if m == 0 or n == 0:
         return out
-    kernel, options = tuned, {}
-    if common.INTERPRETED:
-        config = config or ANY
-    if config:
-        kernel, options = any_size, config.all_kwargs()
     # The largest offset that a program computes, tiles' overhang included: past 2^31 it needs 64 bits.
     reach = max(sum((size + 255) * stride for size, stride in zip(x.shape, x.stride())) for x in (a, b, out))
-
-    def grid(meta):
-        return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
+    args = (a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride())
+    switches = {"PRECISION": precision if a.dtype == torch.float32 else "ieee", "WIDE": reach >= 2**31}
+    key = m, n, k, switches["PRECISION"], a.dtype, a.device
+    config = config or (ANY if common.INTERPRETED else found.get(key))
     with torch.cuda.device_of(a):  # Triton launches on the current device
-        matmul.kernel = kernel[grid](a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), **options,
-                                     PRECISION=precision if a.dtype == torch.float32 else "ieee", WIDE=reach >= 2**31)
+        if config is None:
+            tuned[lambda meta: programs(m, n, meta)](*args, **switches)
+            config = found[key] = tuned.best_config
+        else:
+            switches["RAGGED"] = ragged({"M": m, "N": n, **config.kwargs})
+            matmul.kernel = matmul_kernel[programs(m, n, config.kwargs)](*args, **config.all_kwargs(), **switches)
+    matmul.config = config
     return out
+
+
+def programs(m, n, meta):
+    return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
 
 @contextlib.contextmanager
@@ -211,8 +221,8 @@ def verify(a, b, precision="tf32", config=None):
     matmul(a, b, precision, out, config)
     unit = ROUNDING[precision] if a.dtype == torch.float32 else 0
     what = f"matmul {m} x {n} x {k}, {a.dtype}, {precision}, {config and config_name(config)}"
-    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=torch.finfo(a.dtype).eps,
-                               atol=8 * unit * k**0.5 + 2**-21 * k + 2**-24, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=torch.finfo(a.dtype).eps + 2 * unit,
+                               atol=16 * unit * k**0.5 + 2**-21 * k + 2**-24, msg=lambda text: f"{what}: {text}")
     assert room.isnan().sum() == room.numel() - m * n, f"{what} wrote outside of its output"
 
 
@@ -294,7 +304,8 @@ def vs_cublas(report, sizes, dtypes):
                 limit = 2 * torch.finfo(a.dtype).eps
                 providers = {"triton": matmul, "cublas": cublas}
                 extra = {name: {"rel_error": proven(name, call, a, b, out, limit)} for name, call in providers.items()}
-                extra["triton"] |= {"config": config_name(tuned.best_config), "regs": matmul.kernel.n_regs,
+                matmul(a, b, out=out)  # again: the search's kernel was the autotuner's
+                extra["triton"] |= {"config": config_name(matmul.config), "regs": matmul.kernel.n_regs,
                                     "spills": matmul.kernel.n_spills}
                 table.time({"n": n, "m": n, "k": n, "dtype": dtype},
                            {name: partial(call, a, b, out=out) for name, call in providers.items()}, extra,
@@ -341,7 +352,7 @@ def fp32_precision(report, n):
             error = proven(precision, partial(matmul, precision=precision), a, b, out, 2**-9)
             providers[precision] = partial(matmul, a, b, precision, out)
             extra[precision] = {"provider": "triton", "precision": precision, "unit": UNITS[precision],
-                                "config": config_name(tuned.best_config), "rel_error": error,
+                                "config": config_name(matmul.config), "rel_error": error,
                                 "baseline": "cublas tf32" if precision == "tf32" else "cublas ieee"}
         for mode in ("ieee", "tf32"):
             name = f"cublas {mode}"

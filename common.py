@@ -378,6 +378,8 @@ class Table:
                 elif floor_ms and row["graph_ms"] and floor_ms < 0.1 * row["ms"]:
                     row["mark"] = "launch-bound"
             if row.get("flops"):
+                if row["graph_ms"] and 2 * row["graph_ms"] < row["ms"]:
+                    row["mark"] = "launch-bound"
                 row["tflops"] = row["flops"] / (row["ms"] * 1e9)
                 peak = unit and clocks["sm_mhz"] and peak_tflops(gpu["name"], gpu["sms"], clocks["sm_mhz"], unit)
                 row["pct_peak"] = 100 * row["tflops"] / peak if peak else None
@@ -390,7 +392,8 @@ class Table:
         if "L2-resident" in marks:
             self.note("L2-resident: faster than the rated DRAM bandwidth, so part of the data came from L2.")
         if "launch-bound" in marks:
-            self.note("launch-bound: moving the bytes would take under a tenth of ms; graph_ms leaves the launch out.")
+            self.note("launch-bound: ms is mostly the launch (moving the bytes would take under a tenth of it, or "
+                      "graph_ms is under half of it); graph_ms leaves the launch out.")
         if all(row["graph_ms"] is None for row, *_ in self.timed):
             for row, *_ in self.timed:
                 del row["graph_ms"]
