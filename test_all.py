@@ -409,6 +409,40 @@ def test_s2_s_configs_win_wrongly_and_the_cures_are_right():
     assert list(found.values()) == ["4 of 4 rows wrong", None, None]
 
 
+def test_a_search_abandons_the_slow_and_times_the_near_in_turn(monkeypatch):
+    """A drifting clock makes everything half as fast from the third config on: the pick must not change for it."""
+    now, calls = {"factor": 1.0}, []
+    monkeypatch.setattr(triton.testing, "do_bench", lambda fn, warmup, rep, return_mode: calls.append((fn(), rep)) or (
+        fn() * now["factor"]))
+    search, results = tuning.Search(None), []
+    for index, ms in enumerate((1.0, 3.0, 1.1, 0.9)):
+        now["factor"] = 2.0 if index == 2 else 1.0
+        if index == 2:
+            search.HOPELESS = 3                    # its first look is at the slower clock, too
+        results.append(search.bench(lambda ms=ms: ms, (0.5, 0.2, 0.8))[0])
+        if index == 1:
+            assert calls[-1] == (3.0, 5)           # five milliseconds, and no more
+    assert results == pytest.approx([1.0, 3.0, 1.1, 0.9])
+    assert search.best[1] == pytest.approx(0.9) and search.timed == 4
+
+
+@needs_gpu
+def test_a_search_drops_what_spills_or_does_not_fit_and_is_cached(monkeypatch, tmp_path):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    configs = [product.cfg(256, 256, 128, 4, 8), product.cfg(64, 64, 64, 3, 4), product.cfg(128, 128, 64, 3, 8),
+               product.cfg(256, 256, 64, 2, 4)]   # the first does not fit, the last spills
+    a = randn(512, 512, dtype=torch.float16)
+    out, timed = torch.empty_like(a), []
+    for _ in range(2):
+        search = tuning.Search(product.matmul_kernel)
+        tuned = tuning.tuned_matmul(configs, do_bench=search.bench, cache_results=True,
+                                    prune_configs_by={"early_config_prune": search.prune})
+        assert not tuning.rejected(lambda: tuning.multiply(tuned, a, a, out), out, a.double() @ a.double(), 2**-9)
+        assert set(tuned.configs_timings) and len(tuned.configs_timings) == 2
+        timed.append(search.timed)
+    assert timed == [2, 0]                        # the second finds the timings on disk
+
+
 def test_no_script_asks_for_automatic_warp_specialization():
     """Triton 3.6 aborts the process on it for cc 9.0."""
     assert not [path.name for path in ROOT.glob("[0-9][0-9]_*.py") if "warp_specialize=True" in path.read_text()]
