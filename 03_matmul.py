@@ -309,10 +309,12 @@ def vs_cublas(report, sizes, dtypes):
                                     "spills": matmul.kernel.n_spills}
                 table.time({"n": n, "m": n, "k": n, "dtype": dtype},
                            {name: partial(call, a, b, out=out) for name, call in providers.items()}, extra,
-                           flops=2 * n**3, unit=dtype)  # n^2 sums of n products
+                           flops=2 * n**3, unit=dtype, burst=n >= 2048)  # n^2 sums of n products
                 del a, b, out
         table.note("Both round the same FP32 sums to the output's dtype, which is most of rel_error "
                    "(above 4,096: over every eighth row).")
+        table.note("burst: the first 50 ms after half a second of rest, from 2,048 up; ms is the settled state, where "
+                   "the power limit has brought the clock down. launch_us: what a call takes the host, below 100 us.")
 
 
 def cycles(row):
@@ -366,6 +368,19 @@ def fp32_precision(report, n):
                    "\"bf16x3\" and \"bf16x6\", which multiply 3, 3 and 6 times, FP32 for \"ieee\".")
 
 
+def data(report, n):
+    with report.table("data", "the same product of other numbers: why only random ones are timed") as table:
+        out = torch.empty(n, n, dtype=torch.bfloat16, device="cuda")
+        inputs = {"random normal": square(n, "bf16")[:2], "zeros": [torch.zeros_like(out)] * 2,
+                  "integers from -2 to 2": [torch.randint(-2, 3, (n, n), device="cuda").bfloat16() for _ in range(2)]}
+        ms = {}
+        for case, (a, b) in inputs.items():  # one after the other: each brings the GPU to its own power and clock
+            ms[case] = table.time({"n": n, "m": n, "k": n, "dtype": "bf16"}, {"triton": partial(matmul, a, b, out=out)},
+                                  {"triton": {"case": case}}, flops=2 * n**3, unit="bf16")["triton"]["ms"]
+        less = 100 * (1 - ms["zeros"] / ms["random normal"])
+        table.note(f"Bits that do not change draw no power: zeros take {less:.0f}% less time than random numbers.")
+
+
 def main():
     p = common.parser(__doc__)
     p.add_argument("--n", type=common.whole(1), help="rows and columns of each matrix; alone, the table `vs_cublas`")
@@ -385,6 +400,7 @@ def main():
         vs_cublas(report, sizes, [args.dtype] if args.dtype else ["bf16", "fp16"])
     if not args.n and not args.dtype:
         grouping(report, GROUPING)
+        data(report, 8192)
     if args.dtype == "fp32" or not args.n and not args.dtype:
         fp32_precision(report, args.n or 4096)
     report.finish()

@@ -71,7 +71,7 @@ SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.envi
 
 all: $(READY)
 	@save=$$($(PYTHON) -c '$(SAVE)') || exit; \
-	for script in $(SCRIPTS); do echo "== $$script" >&2; $(PYTHON) $$script $$save || exit; done
+	for script in $(wildcard common.py) $(SCRIPTS); do echo "== $$script" >&2; $(PYTHON) $$script $$save || exit; done
 
 quick: $(READY)
 	@for script in $(SCRIPTS); do echo "== $$script" >&2; $(PYTHON) $$script --quick || exit; done

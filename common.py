@@ -161,14 +161,16 @@ class ClockLog:
 
 # ---------------------------------------------------------------- timing
 
-def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1):
-    """Time several callables against each other: {name: {"ms", "graph_ms", "spread_pct", "windows"}}.
+def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=False):
+    """Time several callables against each other: {name: {"ms", "graph_ms", "launch_us", "spread_pct", "windows"}}.
 
     triton.testing.do_bench takes each sample (L2 flushed before each call, one event pair a call) and its median
     is kept; `rep` ms a callable are split over `rounds` interleaved rounds (A B C A B C ...). ms is the median
     of the rounds, spread_pct their range over it. `warmup` ms are spent first, over all of them in turn (0 where
     the table is warm). Below `graph_below_ms`, graph_ms is the time in a replayed CUDA graph: no launch
-    overhead, L2 warm. windows are the (start, end) times of the rounds, for ClockLog.medians.
+    overhead, L2 warm; and launch_us what a call takes the host. burst: also "burst_ms" and "burst_windows", the first
+    50 ms after half a second of rest, before a power limit is felt. windows are the (start, end) times of the rounds,
+    for ClockLog.medians.
     """
     for fn in providers.values():
         fn()  # compiles and tunes outside every timed window
@@ -189,7 +191,7 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1):
     result = {}
     for name, fn in providers.items():
         ms = statistics.median(times[name])
-        result[name] = {"ms": ms, "graph_ms": None, "windows": windows[name],
+        result[name] = {"ms": ms, "graph_ms": None, "launch_us": None, "windows": windows[name],
                         "spread_pct": 100 * (max(times[name]) - min(times[name])) / ms}
     small = [name for name in providers if result[name]["ms"] < graph_below_ms]
     graphs = {name: [] for name in small}
@@ -199,7 +201,41 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1):
                 providers[name], rep=min(20, rep / rounds / 10), return_mode="median"))
     for name in small:
         result[name]["graph_ms"] = statistics.median(graphs[name])
+        result[name]["launch_us"] = 1e6 * statistics.median(_host_seconds(providers[name]) for _ in range(50))
+        torch.cuda.synchronize()
+    for name in providers if burst else ():
+        torch.cuda.synchronize()
+        time.sleep(0.5)
+        start = time.time()
+        result[name]["burst_ms"] = triton.testing.do_bench(providers[name], warmup=5, rep=min(50, rep),
+                                                           return_mode="median")
+        result[name]["burst_windows"] = [(start, time.time())]
     return result
+
+
+def _host_seconds(fn):
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+def loop_ms(calls, rep=300):
+    """A second clock, without do_bench: ms a call of `calls` in turn, back to back between two CUDA events for about
+    `rep` ms. To be compared with do_bench's, the calls must work on buffers that together exceed the L2."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    turns = 1
+    while True:
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(turns):
+            for call in calls:
+                call()
+        end.record()
+        end.synchronize()
+        total = start.elapsed_time(end)
+        if total >= rep / 2:
+            return total / turns / len(calls)
+        turns = max(2 * turns, int(turns * rep / max(total, 1e-3)))
 
 
 def copy_roof_gbps(gpu, rounds=3, rep=1000):
@@ -282,10 +318,11 @@ COLUMNS = {
     "kernel": "", "stage": "", "arch": "", "case": "", "n": ",", "m": ",", "k": ",", "n_rows": ",", "n_cols": ",",
     "dtype": "", "provider": "", "precision": "", "block_size": ",", "group_m": "", "config": "", "num_warps": "",
     "instruction": "", "count": ",", "lines": ",", "bytes": ".4g", "flops": ".4g", "seconds": ".4g", "ms": ".4f",
-    "graph_ms": ".4f", "gbps": ",.1f", "tflops": ".1f", "pct_rated": ".1f", "pct_copy": ".1f", "pct_peak": ".1f",
-    "ratio": ".3f", "spread_pct": ".1f", "sm_mhz": ".0f", "mem_mhz": ".0f", "power_w": ".0f", "throttle": "",
-    "regs": "", "spills": "", "shared_bytes": ",", "load_bits": "", "rel_error": ".2e", "mcycles": ".2f",
-    "dram_read_gb": ".3f", "least_gb": ".3f", "l2_hit_pct": ".1f", "pick": "", "best": "", "gap_pct": ".1f",
+    "graph_ms": ".4f", "launch_us": ".1f", "burst_ms": ".4f", "burst_ratio": ".3f", "burst_mhz": ".0f",
+    "loop_ms": ".4f", "ncu_ms": ".4f", "gbps": ",.1f", "tflops": ".1f", "pct_rated": ".1f", "pct_copy": ".1f",
+    "pct_peak": ".1f", "ratio": ".3f", "spread_pct": ".1f", "sm_mhz": ".0f", "mem_mhz": ".0f", "power_w": ".0f",
+    "throttle": "", "regs": "", "spills": "", "shared_bytes": ",", "load_bits": "", "rel_error": ".2e", "mcycles": ".2f",
+    "dram_read_gb": ".3f", "dram_write_gb": ".3f", "l2_hit_pct": ".1f", "pick": "", "best": "", "gap_pct": ".1f",
     "searches": "", "value": "", "mark": "",
 }
 
@@ -327,7 +364,7 @@ class Table:
         self.rows.append(fields)
         return fields
 
-    def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None):
+    def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None, burst=False):
         """Time one case's providers, interleaved, and add a row each; returns {name: row}.
 
         case: fields of every row. extra: {name: fields of its row alone}; "provider" there replaces the name,
@@ -340,16 +377,18 @@ class Table:
             self.log = ClockLog(gpu["uuid"])
             if self.roof:
                 self.copy_gbps = self.report.copy_gbps()
-        measured = bench(providers, warmup=args.warmup if first else 0, rep=args.rep, rounds=args.rounds)
+        measured = bench(providers, args.warmup if first else 0, args.rep, args.rounds, burst=burst)
         rows = {}
         for name, times in measured.items():
             own = {"bytes": bytes, "flops": flops, "unit": unit, "baseline": self.baseline, "provider": name,
                    **(extra or {}).get(name, {})}
             base = measured.get(own.pop("baseline"))
-            windows, unit_ = times.pop("windows"), own.pop("unit")
+            windows = times.pop("windows"), times.pop("burst_windows", None)
+            unit_ = own.pop("unit")
             row = {**case, **{k: v for k, v in own.items() if v is not None}, **times}
-            if self.baseline:
-                row["ratio"] = base["ms"] / times["ms"] if base else None
+            for key in ("ms", "burst_ms") if self.baseline else ():
+                if key in times:
+                    row["ratio" if key == "ms" else "burst_ratio"] = base[key] / times[key] if base else None
             rows[name] = row
             self.rows.append(row)
             self.timed.append((row, windows, unit_))
@@ -363,8 +402,10 @@ class Table:
         self.log.stop()
         if self.log.problem:
             self.note(f"No clock log: {self.log.problem}; the columns that need a clock are empty.")
-        for row, windows, unit in self.timed:
+        for row, (windows, burst), unit in self.timed:
             clocks = self.log.medians(windows)
+            if burst:
+                row["burst_mhz"] = self.log.medians(burst)["sm_mhz"]
             floor_ms = 0
             if row.get("bytes"):
                 row["gbps"] = row["bytes"] / (row["ms"] * 1e6)
@@ -396,7 +437,7 @@ class Table:
                       "graph_ms is under half of it); graph_ms leaves the launch out.")
         if all(row["graph_ms"] is None for row, *_ in self.timed):
             for row, *_ in self.timed:
-                del row["graph_ms"]
+                del row["graph_ms"], row["launch_us"]
         if self.copy_gbps:
             self.note(f"Copy roof {self.copy_gbps:,.0f} GB/s, measured in this run (read plus written).")
 
@@ -602,3 +643,8 @@ def run(main):
         raise SystemExit(130) from None
     except torch.OutOfMemoryError as error:
         fail(f"out of GPU memory: {str(error).splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    import card  # apart, so that this file stays short
+    card.common.run(card.main)
