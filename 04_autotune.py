@@ -220,7 +220,7 @@ def configs(report, n):
                            "shared_bytes": kernel.metadata.shared}
         tuned = tuned_matmul(list(good.values()))
         providers["cublas"] = lambda: product.cublas(a, b, out)
-        rows = table.time({"n": n, "m": n, "k": n, "dtype": "bf16"}, providers, extra, flops=2 * n**3, unit="bf16")
+        rows = table.time(product.case(n, "bf16"), providers, extra, flops=2 * n**3, unit="bf16")
         multiply(tuned, a, b, out)                           # on the warm GPU
         rows[config_name(tuned.best_config)]["pick"] = "picked"
         times = [rows[name]["ms"] for name in good]
@@ -295,7 +295,7 @@ def picks(report, sizes):
                                                                   **config.all_kwargs()) for name in near}
             providers["cublas"] = lambda: product.cublas(a, b, out)
             kept = list(table.rows)                          # a row for each tuner and size, not for each config
-            rows = table.time({"n": n, "m": n, "k": n, "dtype": "bf16"}, providers, flops=2 * n**3, unit="bf16")
+            rows = table.time(product.case(n, "bf16"), providers, flops=2 * n**3, unit="bf16")
             best = min(near, key=lambda name: rows[name]["ms"])
             table.rows = kept
             for tuner, names in picked.items():
