@@ -6,9 +6,9 @@
     python compare.py --plots [FOLDER ...]                   SVGs beside the tables of results/*/ (needs matplotlib)
 
 The answer is the column `ratio`, old time over new: above 1 the new run is faster. It is "within noise" where the two
-times differ by no more than the sum of both rows' spread_pct, or 1%; a spread that was not recorded counts as 2.5%; of
-seconds, which are taken once, up to 25% is noise. A roof, which has no time, is compared by its GB/s. What is counted
-and not timed (instructions, registers, spills, shared memory, lines) is shown where it changed.
+times differ by no more than the sum of both rows' spread_pct, or 1%; a spread that was not recorded counts as 2.5%;
+of seconds, which are taken once, up to 25% is noise. A roof, which has no time, is compared by its GB/s. What is
+counted and not timed (instructions, registers, spills, shared memory, lines) is shown where it changed.
 """
 import collections
 import io
