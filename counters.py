@@ -45,11 +45,14 @@ def profile(device):
         common.fail("the driver lets only administrators read performance counters (ERR_NVGPUCTRPERM); run as root, or "
                     "set the nvidia module's option NVreg_RestrictProfilingToAdminUsers=0")
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    readings = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row["ID"]]  # the row of units has no ID
+    readings = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("ID")]  # the units have no ID
     if done.returncode or len(readings) != len(SIZES) * len(GROUPS) * LAUNCHES:
         tail = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["nothing"]
         common.fail(f"ncu gave {len(readings)} readings, status {done.returncode}; it ended with: {tail[0]}")
-    return [{key: float(row[name].replace(",", "")) for key, name in METRICS.items()} for row in readings]
+    try:
+        return [{key: float(row[name].replace(",", "")) for key, name in METRICS.items()} for row in readings]
+    except (KeyError, ValueError) as error:
+        common.fail(f"ncu gave no figure for each of {', '.join(METRICS.values())}: {error}")
 
 
 def grouping(report):
