@@ -53,6 +53,8 @@ extern "C" __global__ void add_float4(const float4* x, const float4* y, float4* 
 }
 """
 FULL_N = 1 << 26                                             # 67,108,864 floats, as in S1
+ADDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8)
 BLOCK_SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
@@ -62,24 +64,28 @@ def add(x, y, out=None, block_size=1024):
     """x + y, elementwise, by add_kernel; the compiled kernel is add.kernel afterwards.
 
     x, y: tensors of one shape (any, also empty), any strides, one integer or floating dtype, one CUDA device
-    (CPU under the interpreter). out: None, or a contiguous tensor to write, of x's shape and dtype. Operands that
-    are not contiguous are copied first. Raises TypeError on dtypes and ValueError on shapes and devices that
-    do not fit.
+    (CPU under the interpreter). out: None, or a contiguous tensor to write, of x's shape and dtype; it may be x or y.
+    Operands that are not contiguous, or overlap out otherwise, are copied first. Forward only. Raises TypeError on
+    dtypes, ValueError on shapes and devices that do not fit, RuntimeError where a gradient would be lost.
     """
-    common.same_device("add", x=x, y=y, out=x if out is None else out)
-    if x.dtype != y.dtype or x.dtype.is_complex or x.dtype == torch.bool:
-        raise TypeError(f"add: x is {x.dtype} and y is {y.dtype}; both must have one integer or floating dtype")
+    common.operands("add", ADDS, x=x, y=y, out=x if out is None else out)
+    if not 0 < block_size <= 2**20 or block_size & (block_size - 1):
+        raise ValueError(f"add: block_size is {block_size}; it must be a power of 2 up to 2^20")
     if x.shape != y.shape:
         raise ValueError(f"add: x is {tuple(x.shape)} and y is {tuple(y.shape)}; both must have one shape")
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
-        raise ValueError(f"add: out must be contiguous, {tuple(x.shape)} and {x.dtype}")
+        x, y = x.contiguous(), y.contiguous()
+    elif out.shape != x.shape or not out.is_contiguous():
+        raise ValueError(f"add: out is {tuple(out.shape)} with strides {out.stride()}; it must be {tuple(x.shape)} and "
+                         "contiguous")
+    else:
+        x, y = (common.apart(z.contiguous(), out, elementwise=True) for z in (x, y))
     n = x.numel()
     if n:
         with torch.cuda.device_of(x):                        # Triton launches on the current device
             add.kernel = add_kernel[(triton.cdiv(n, block_size),)](
-                x.contiguous(), y.contiguous(), out, n, BLOCK_SIZE=block_size, WIDE=n > 2**31 - block_size)
+                x, y, out, n, BLOCK_SIZE=block_size, WIDE=n > 2**31 - block_size)
     return out
 
 

@@ -183,29 +183,25 @@ def softmax(x, out=None):
     """Softmax of each row of a 2-D tensor, as torch.softmax(x, dim=-1); forward only, fp32 arithmetic.
 
     x: (n_rows, n_cols), bf16, fp16 or fp32, any strides, any size, on any GPU of the process. out: where to write,
-    of x's shape, dtype and device, or x itself; without it, a new contiguous tensor. Raises TypeError for other
-    dtypes, ValueError for other shapes and devices.
+    of x's shape, dtype and device, any strides without overlap, or x itself (an x that overlaps it otherwise is copied
+    first); without it, a new contiguous tensor. Raises TypeError for other dtypes, ValueError for other shapes and
+    devices, RuntimeError where a gradient would be lost.
     """
-    tensors = {"x": x} if out is None else {"x": x, "out": out}
-    for name, tensor in tensors.items():
-        dtype = getattr(tensor, "dtype", type(tensor))
-        if dtype not in common.DTYPES.values():
-            raise TypeError(f"{name} is {dtype}; softmax takes a torch.Tensor of torch.bfloat16, float16 or float32")
-        if tensor.dim() != 2:
-            raise ValueError(f"{name} has {tensor.dim()} dimensions; softmax takes the rows of a 2-D tensor")
-    common.same_device("softmax", **tensors)
+    common.operands("softmax", common.DTYPES.values(), x=x, out=x if out is None else out)
+    if x.dim() != 2:
+        raise ValueError(f"softmax: x has {x.dim()} dimensions; it must have 2, and its rows are taken")
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    elif (out.shape, out.dtype) != (x.shape, x.dtype):
-        raise ValueError(f"out is {tuple(out.shape)} {out.dtype}; x is {tuple(x.shape)} {x.dtype}")
+    else:
+        common.writable("softmax", out, x.shape)
     n_rows, n_cols = x.shape
     if n_rows == 0 or n_cols == 0:
         return out
     if n_cols > 1 and x.stride(1) != 1:
         x = x.contiguous()  # one copy costs less than a strided read of every element
     if (n_cols > 1 and out.stride(1) != 1) or (n_rows > 1 and out.stride(0) < n_cols):
-        return out.copy_(softmax(x))  # rows of out are no rows in memory, or overlap: torch scatters, or refuses
-    launch(pick(n_cols, x.element_size()), x, out)
+        return out.copy_(softmax(x))  # rows of out are no rows in memory: torch scatters
+    launch(pick(n_cols, x.element_size()), common.apart(x, out, elementwise=True), out)
     return out
 
 

@@ -27,6 +27,8 @@ def matmul_kernel(a_ptr, b_ptr, c_ptr, M, N, K,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                   GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
                   RAGGED: tl.constexpr = False, WIDE: tl.constexpr = False):
+    if WIDE:                                             # some offset, or a size and its tile's overhang, passes 2^31
+        M, N, K = tl.cast(M, tl.int64), tl.cast(N, tl.int64), tl.cast(K, tl.int64)
     # Which output tile is this program's? Grouped ordering: walk GROUP_M tile-rows at a time.
     pid = tl.program_id(0)
     num_pid_m = tl.cdiv(M, BLOCK_M)
@@ -41,8 +43,8 @@ def matmul_kernel(a_ptr, b_ptr, c_ptr, M, N, K,
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
     step = BLOCK_K
-    if WIDE:                                             # some offset passes 2^31
-        rm, rn, rk = rm.to(tl.int64), rn.to(tl.int64), rk.to(tl.int64)
+    if WIDE:                                             # rm and rn are 64-bit since M and N are
+        rk = rk.to(tl.int64)
         step = tl.full((), BLOCK_K, tl.int64)
     a_ptrs = a_ptr + rm[:, None] * stride_am + rk[None, :] * stride_ak    # BLOCK_M x BLOCK_K tile of A
     b_ptrs = b_ptr + rk[:, None] * stride_bk + rn[None, :] * stride_bn    # BLOCK_K x BLOCK_N tile of B
@@ -124,38 +126,40 @@ def matmul(a, b, precision="tf32", out=None, config=None):
 
     a: (M, K), b: (K, N), any strides and sizes, also 0, both bf16, fp16 or fp32, on one CUDA device (CPU under the
     interpreter). precision: how FP32 is multiplied, one of PRECISIONS (ignored for bf16 and fp16). out: (M, N) of the
-    same dtype and device, any strides without overlap; without it, a new tensor. config: a triton.Config to run;
-    without it the fastest of CONFIGS, found by a search at the first call with each M, N, K and precision.
-    Raises TypeError on dtypes, ValueError on shapes, devices and precisions that do not fit.
+    same dtype and device, any strides without overlap (an operand that it overlaps is copied first); without it, a new
+    tensor. config: a triton.Config to run; without it the fastest of CONFIGS, found by a search at the first call with
+    each M, N, K and precision, which no CUDA graph can capture. Forward only; the split precisions ("tf32x3",
+    "bf16x3", "bf16x6") make NaN of infinities. Raises TypeError on dtypes, ValueError on shapes, devices and precisions
+    that do not fit, RuntimeError where a gradient would be lost or a search captured.
     """
-    tensors = {"a": a, "b": b} | ({} if out is None else {"out": out})
-    for name, tensor in tensors.items():
-        if tensor.dtype not in common.DTYPES.values() or tensor.dtype != a.dtype:
-            raise TypeError(f"matmul: {name} is {tensor.dtype} and a is {a.dtype}; all must be one of "
-                            f"{', '.join(common.DTYPES)}")
-        if tensor.dim() != 2:
-            raise ValueError(f"matmul: {name} has {tensor.dim()} dimensions; it must be a matrix")
+    common.operands("matmul", common.DTYPES.values(), a=a, b=b, out=a if out is None else out)
+    for name, x in ("a", a), ("b", b):
+        if x.dim() != 2:
+            raise ValueError(f"matmul: {name} has {x.dim()} dimensions; it must be a matrix")
     if precision not in PRECISIONS:
         raise ValueError(f"matmul: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"matmul: a is {tuple(a.shape)} and b is {tuple(b.shape)}; a's columns must be b's rows")
-    common.same_device("matmul", **tensors)
     (m, k), n = a.shape, b.shape[1]
     if out is None:
         out = torch.empty((m, n), dtype=a.dtype, device=a.device)
-    elif out.shape != (m, n) or any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
-        raise ValueError(f"matmul: out is {tuple(out.shape)} with strides {out.stride()}; it must be {(m, n)}, without "
-                         "elements that share memory")
+    else:
+        common.writable("matmul", out, (m, n))
+        a, b = (common.apart(x, out, elementwise=False) for x in (a, b))
     if m == 0 or n == 0:
         return out
     # The largest offset that a program computes, tiles' overhang included: past 2^31 it needs 64 bits.
-    reach = max(sum((size + 255) * stride for size, stride in zip(x.shape, x.stride())) for x in (a, b, out))
+    reach = max(sum((size + 255) * max(stride, 1) for size, stride in zip(x.shape, x.stride()))
+                for x in (a, b, out))
     args = (a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride())
     switches = {"PRECISION": precision if a.dtype == torch.float32 else "ieee", "WIDE": reach >= 2**31}
     key = m, n, k, switches["PRECISION"], a.dtype, a.device
     config = config or (ANY if common.INTERPRETED else found.get(key))
     with torch.cuda.device_of(a):  # Triton launches on the current device
         if config is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"matmul: the search at {m} x {n} x {k} cannot be captured in a CUDA graph; call "
+                                   "matmul once before, or give a config")
             tuned[lambda meta: programs(m, n, meta)](*args, **switches)
             config = found[key] = tuned.best_config
         else:

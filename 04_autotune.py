@@ -13,8 +13,10 @@ the result.
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -53,12 +55,15 @@ def autotuned(kernel, configs, key, **options):
 
 
 def rejected(launch, out, reference, rtol):
-    """Why a config may not win, or None: it cannot run on this GPU, or rows of a poisoned output come out wrong."""
+    """Why a config may not win, or None: it does not compile, cannot run on this GPU, or rows of a poisoned output
+    come out wrong."""
     out.fill_(float("nan"))
     try:
         launch()
     except OutOfResources as error:
         return f"needs {error.required:,} of {error.name}, {error.limit:,} allowed"
+    except Exception as error:  # whatever the compiler raises
+        return f"cannot run: {type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[-1][:120]}"
     right = torch.isclose(out.double(), reference, rtol=rtol, atol=rtol * reference.abs().max().item())
     wrong = (~right.all(dim=1)).sum().item()
     return f"{wrong:,} of {len(out):,} rows wrong" if wrong else None
@@ -73,16 +78,46 @@ def multiply(kernel, a, b, out, **config):
     return kernel[grid](a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), PRECISION="ieee", **config)
 
 
+def compile_all(configs, a, b):
+    def launch(config):
+        with contextlib.suppress(Exception):                 # rejected() names it
+            multiply(product.matmul_kernel, a, b, torch.empty_like(a), **config)
+    common.side_by_side([partial(launch, config) for config in configs])
+
+
+TRIAL = "import importlib; importlib.import_module('04_autotune').try_out({device}, {configs})"
+
+
+@functools.cache
+def lost(*configs):
+    """{name: how} of the configs that end the process which compiles and launches them: an abort in the compiler or a
+    bad address on the GPU, neither of which can be caught. So all are tried in one other process, and if that ends, in
+    halves of them. Costs the start of a process a run: the kernels that it compiles are cached for this one."""
+    code = TRIAL.format(device=torch.cuda.current_device() if torch.cuda.is_available() else 0,
+                        configs=[config.all_kwargs() for config in configs])
+    child = subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, capture_output=True, text=True)
+    if child.returncode and len(configs) > 1:
+        half = len(configs) // 2
+        return lost(*configs[:half]) | lost(*configs[half:])
+    how = signal.Signals(-child.returncode).name if child.returncode < 0 else (child.stderr.splitlines() or ["?"])[-1]
+    return {config_name(*configs): f"ends the process that runs it: {how[:120]}"} if child.returncode else {}
+
+
+def try_out(device, configs):
+    """What lost() runs in a process of its own."""
+    torch.cuda.set_device(device)
+    a, b = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    compile_all(configs, a, b)
+    torch.cuda.synchronize()
+
+
 def valid(a, b, out):
     """The configs that run here and are right on a, b; ({name: config}, {name: why not})."""
-    good, bad = {}, {}
+    good, bad = {}, {} if common.INTERPRETED else dict(lost(*CONFIGS))
     reference = a.double() @ b.double()
-
-    def compiled(config):
-        with contextlib.suppress(OutOfResources):            # which the loop below names
-            multiply(product.matmul_kernel, a, b, torch.empty_like(out), **config.all_kwargs())
-    common.side_by_side([partial(compiled, config) for config in CONFIGS])
-    for config in CONFIGS:
+    configs = [config for config in CONFIGS if config_name(config) not in bad]
+    compile_all([config.all_kwargs() for config in configs], a, b)
+    for config in configs:
         why = rejected(lambda: multiply(product.matmul_kernel, a, b, out, **config.all_kwargs()), out, reference, 2**-7)
         (bad if why else good)[config_name(config)] = why or config
     return good, bad

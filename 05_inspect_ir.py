@@ -125,6 +125,8 @@ def compile_all(cases, arch):
     def attempt(case):
         try:
             return case, compiled(case, arch)
+        except OSError:                                    # a full disk, no tool: nothing of the kernel's
+            raise
         except Exception as error:                         # whatever a compiler's passes raise: a row's note
             return case, error
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # passes and ptxas run without Python's lock
@@ -374,8 +376,8 @@ def main():
         case = main_cases[-1]                              # matmul_kernel, where none is named
         try:
             print(stage_text(compiled(case, arch), one), end="", flush=True)
-        except BrokenPipeError:                            # | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError:                                    # | head, a full disk
+            raise
         except Exception as error:
             common.fail(f"{case} does not compile: {reason(error)}")
         return

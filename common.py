@@ -10,8 +10,11 @@ that switch when it is imported. A script reads
 """
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
+import fcntl
 import json
+import math
 import os
 import re
 import statistics
@@ -77,11 +80,28 @@ def peak_tflops(gpu_name, sms, sm_mhz, dtype):
 
 # ---------------------------------------------------------------- the GPU in hand
 
-def smi(fields, *extra):
-    """One nvidia-smi query as a list of strings; raises OSError or CalledProcessError where it cannot be had."""
+def smi(fields, *extra, seconds=20):
+    """One nvidia-smi query as a list of strings; raises OSError, SubprocessError, ValueError or IndexError where it
+    cannot be had."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *extra]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    return [field.strip() for field in out.strip().splitlines()[0].split(",")]
+    with tempfile.TemporaryFile() as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and not waited for: one that hangs in the driver may never end
+            raise
+        if status:
+            raise subprocess.CalledProcessError(status, command)
+        file.seek(0)
+        return [field.strip() for field in file.read().decode().splitlines()[0].split(",")]
+
+
+def finite(text):
+    """A number that JSON can hold; ValueError for "nan", as for "[N/A]"."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
 
 
 def gpu_facts(device):
@@ -93,7 +113,7 @@ def gpu_facts(device):
              "power_limit_w": None, "driver": None}
     try:
         limit, facts["driver"] = smi(["power.limit", "driver_version"], "-i", facts["uuid"])
-        facts["power_limit_w"] = float(limit)
+        facts["power_limit_w"] = finite(limit)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         pass  # the clock log's note says that there is no nvidia-smi
     return facts
@@ -107,10 +127,11 @@ class ClockLog:
     """
     REASONS = {0x4: "power cap", 0x8: "hw slowdown", 0x20: "sw thermal", 0x40: "hw thermal", 0x80: "power brake",
                0x2: "app clocks", 0x10: "sync boost", 0x100: "display clocks"}
+    hung = None  # waited for once a run
 
     def __init__(self, uuid):
-        self.process, self.samples, self.problem = None, [], None
-        for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the older name
+        self.process, self.samples, self.problem = None, [], ClockLog.hung
+        for reasons in () if self.problem else ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
             for power in ("power.draw.instant", "power.draw"):
                 fields = ["timestamp", "clocks.sm", "clocks.mem", power, reasons]
                 try:
@@ -118,11 +139,14 @@ class ClockLog:
                 except FileNotFoundError:
                     self.problem = "nvidia-smi is not on the PATH"
                     return
+                except subprocess.TimeoutExpired as error:
+                    self.problem = ClockLog.hung = f"nvidia-smi did not answer in {error.timeout:.0f} s"
+                    return
                 except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
                     self.problem = f"nvidia-smi answered with nothing usable ({type(error).__name__})"
                     continue
                 self.problem = None
-                self.file = tempfile.TemporaryFile("w+")
+                self.file = tempfile.TemporaryFile("w+", errors="replace")
                 command = ["nvidia-smi", "-i", uuid, f"--query-gpu={','.join(fields)}",
                            "--format=csv,noheader,nounits", "-lms", "20"]
                 self.process = subprocess.Popen(command, stdout=self.file, stderr=subprocess.DEVNULL)
@@ -132,13 +156,18 @@ class ClockLog:
     def _parse(line):
         stamp, sm, mem, power, reasons = [field.strip() for field in line.split(",")]
         when = datetime.datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").timestamp()
-        return when, float(sm), float(mem), float(power), int(reasons, 16)
+        return when, finite(sm), finite(mem), finite(power), int(reasons, 16)
 
     def stop(self):
         if self.process is None:
             return
+        if self.process.poll() is not None:
+            self.problem = f"nvidia-smi ended early, with status {self.process.returncode}"
         self.process.terminate()
-        self.process.wait()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
         self.file.seek(0)
         for line in self.file:
             try:
@@ -147,6 +176,8 @@ class ClockLog:
                 continue  # the last line may be cut where the process ended
         self.file.close()
         self.process = None
+        if not self.samples and not self.problem:
+            self.problem = "nvidia-smi logged nothing usable"
 
     def medians(self, windows):
         """The row's columns from the samples inside its windows, a list of (start, end) in time.time() seconds."""
@@ -288,18 +319,18 @@ def side_by_side(calls):
     """Call each without arguments, in threads: most of a check's time is compilation, which runs without Python's
     lock. In turn under the interpreter, which is Python. The first exception, in the order of calls, is raised."""
     calls = list(calls)
-
-    def each(steps):
-        for index, step in enumerate(steps):
-            progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
-            step()
     try:
         if INTERPRETED:
-            return each(calls)
+            for index, call in enumerate(calls):
+                progress(f"checking: {index + 1:,} of {len(calls):,}")
+                call()
+            return
         current = torch.cuda.current_device()  # a new thread begins at device 0
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
                                                    initargs=(current,)) as pool:
-            each([pool.submit(call).result for call in calls])
+            # map: an exception or Ctrl-C ends it without starting the rest
+            for index, _ in enumerate(pool.map(lambda call: call(), calls)):
+                progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
     finally:
         progress()
 
@@ -308,18 +339,58 @@ def side_by_side(calls):
 
 def device():
     """Where a check's tensors live: the GPU, or the CPU under the interpreter."""
-    return "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+    if not INTERPRETED and not torch.cuda.is_available():
+        fail("no GPU here, and TRITON_INTERPRET is set to other than 1; unset it")
+    return "cpu" if INTERPRETED else "cuda"
 
 
-def same_device(launcher, **tensors):
-    """Raise ValueError, naming the argument, unless all tensors are on one CUDA device (one CPU if interpreted)."""
-    (first, tensor), *_ = tensors.items()
-    for name, other in tensors.items():
-        if not other.is_cuda and not INTERPRETED:
-            raise ValueError(f"{launcher}: {name} is on {other.device}; it must be on a CUDA device")
-        if other.device != tensor.device:
-            raise ValueError(f"{launcher}: {first} is on {tensor.device} and {name} on {other.device}; they must be "
+def operands(launcher, dtypes, **tensors):
+    """Raise, naming the argument, unless all are dense tensors of one of dtypes, the same for all, on one CUDA device
+    (or CPU, if interpreted): TypeError on types and dtypes, ValueError on devices and views that a kernel would
+    misread, RuntimeError where a gradient would be lost."""
+    (first, one), *_ = tensors.items()
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+            raise TypeError(f"{launcher}: {name} is {getattr(x, 'layout', type(x))}; it must be a dense torch.Tensor")
+        if x.dtype not in dtypes or x.dtype != one.dtype:
+            pair = f"{first} is {one.dtype} and " if x.dtype != one.dtype else ""
+            raise TypeError(f"{launcher}: {pair}{name} is {x.dtype}; all must have one dtype of "
+                            + ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        if INTERPRETED and x.dtype == torch.bfloat16:
+            raise TypeError(f"{launcher}: {name} is bfloat16, which Triton's interpreter computes wrong")
+        if not x.is_cuda and not (INTERPRETED and x.is_cpu):
+            raise ValueError(f"{launcher}: {name} is on {x.device}; it must be on a CUDA device")
+        if x.device != one.device:
+            raise ValueError(f"{launcher}: {first} is on {one.device} and {name} on {x.device}; they must be "
                              "on one device")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{launcher}: {name} requires grad, and {launcher} is forward only: pass "
+                               f"{name}.detach(), or call it under torch.no_grad()")
+        if x.is_neg():  # as .imag of a .conj(): the sign is not in memory
+            raise ValueError(f"{launcher}: {name} is a negated view; pass {name}.resolve_neg()")
+
+
+def writable(launcher, out, shape):
+    """Raise ValueError unless out has this shape, and a place of its own for every element."""
+    if out.shape == shape and out.is_contiguous():
+        return
+    span = 0  # from the innermost dimension outwards: each step must leave all before it behind
+    for stride, size in sorted(zip(out.stride(), out.shape)) if out.shape == shape else [(0, 2)]:
+        if size > 1 and stride <= span:
+            raise ValueError(f"{launcher}: out is {tuple(out.shape)} with strides {out.stride()}; it must be "
+                             f"{tuple(shape)}, without elements that share memory")
+        span += (size - 1) * stride if size > 1 else 0
+
+
+def apart(x, out, elementwise):
+    """x, or a copy where a write to out might change an element of x that is still to be read.
+
+    elementwise: x may be out itself, since each element is read before it is written."""
+    if elementwise and (x.data_ptr(), x.stride()) == (out.data_ptr(), out.stride()):
+        return x
+    (low, high), (start, end) = ((t.data_ptr(), t.data_ptr() + t.element_size() * (1 + sum(
+        (size - 1) * stride for size, stride in zip(t.shape, t.stride())))) for t in (x, out))
+    return x.clone() if low < end and start < high else x
 
 
 # ---------------------------------------------------------------- tables
@@ -445,8 +516,6 @@ class Table:
         if self.log is None:
             return
         self.log.stop()
-        if self.log.problem:
-            self.note(f"No clock log: {self.log.problem}; the columns that need a clock are empty.")
         for row, (windows, burst), unit in self.timed:
             clocks = self.log.medians(windows)
             if burst:
@@ -472,6 +541,9 @@ class Table:
                 if not peak:
                     self.note("pct_peak is empty where the clock or the GPU's peak is unknown.")
             row.update(clocks)
+            if clocks["sm_mhz"] is None:
+                self.note(f"No clock log: {self.log.problem or 'nvidia-smi logged nothing while a row was timed'}; the "
+                          "columns that need a clock are empty.")
             if self.derive:
                 self.derive(row)
         marks = {row.get("mark") for row in self.rows}
@@ -482,7 +554,8 @@ class Table:
                       "graph_ms is under half of it); graph_ms leaves the launch out.")
         if all(row["graph_ms"] is None for row, *_ in self.timed):
             for row, *_ in self.timed:
-                del row["graph_ms"], row["launch_us"]
+                for key in ("graph_ms", "launch_us"):
+                    row.pop(key, None)
         if self.copy_gbps:
             self.note(f"Copy roof {self.copy_gbps:,.0f} GB/s, measured in this run (read plus written).")
 
@@ -493,7 +566,9 @@ class Table:
     def __exit__(self, kind, error, trace):
         progress()
         self._derive()
-        if kind is None or (issubclass(kind, KeyboardInterrupt) and self.rows):  # what was measured so far
+        if kind is None or (self.rows and not issubclass(kind, AssertionError)):  # what was measured so far
+            if kind:
+                self.note(f"Incomplete: {kind.__name__} ended the run here.")
             self.report.tables.append(self)
             print(self.text(), flush=True)
 
@@ -576,7 +651,7 @@ class Report:
             fail(f"{what} needs {nbytes:,} bytes of GPU memory; {free:,} bytes are free")
 
     def finish(self):
-        """Draw with --plot; write results/<gpu>/<script>.json and .md with --save."""
+        """Write results/<gpu>/<script>.json and .md with --save; draw with --plot."""
         record = {"script": f"{self.name}.py", "time": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
                   "commit": commit(), "gpu": self.gpu, "versions": versions(),
                   "settings": {key: getattr(self.args, key) for key in ("warmup", "rep", "rounds")},
@@ -588,9 +663,26 @@ class Report:
         if not self.args.save:
             return
         folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
-        write(folder / f"{self.name}.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
-        write(folder / f"{self.name}.md", "\n".join([f"# {self.name}", "", header(self.gpu), ""]
-                                                    + [t.text() for t in self.tables]))
+        texts = {"json": json.dumps(record, indent=1, allow_nan=False) + "\n",
+                 "md": "\n".join([f"# {self.name}", "", header(self.gpu), ""] + [t.text() for t in self.tables])}
+        with one_at_a_time(folder):
+            for suffix, text in texts.items():
+                write(folder / f"{self.name}.{suffix}", text)
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder):
+    """Two runs that save to one folder leave both files of the one or of the other."""
+    handle = None
+    with contextlib.suppress(OSError):  # where the folder cannot be made, write() says so; some systems lock nothing
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def write(path, text):
@@ -653,11 +745,14 @@ def start(p, narrowing=()):
     timed = torch.cuda.is_available() and not INTERPRETED
     narrowed = [flag for flag in narrowing if getattr(args, flag) is not None]
     if args.save and (args.quick or narrowed or not timed):
-        why = "--quick" if args.quick else f"--{narrowed[0].replace('_', '-')}" if narrowed else "no GPU to measure"
+        why = ("--quick" if args.quick else f"--{narrowed[0].replace('_', '-')}" if narrowed else
+               "TRITON_INTERPRET=1" if torch.cuda.is_available() else "no GPU to measure")
         p.error(f"--save writes full runs only, not together with {why}")
     if args.plot:
         import compare
         compare.pyplot()  # or one line that it is not there, before anything is measured
+    if not INTERPRETED:
+        writable_cache()
     gpu = None
     if torch.cuda.is_available():
         if args.device >= torch.cuda.device_count():
@@ -678,15 +773,33 @@ def start(p, narrowing=()):
     return Report(name, args, gpu)
 
 
-def run(main):
-    """Call a script's main(): Ctrl-C and a lack of memory end in one line and a non-zero status."""
+def writable_cache():
+    """Fail in one line where Triton could not keep what it compiles."""
+    folder = triton.knobs.cache.dir
     try:
-        main()
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fail(f"Triton's cache {folder} cannot be written ({error.strerror}); set TRITON_CACHE_DIR to a folder that can")
+
+
+def run(main):
+    """Call a script's main(): what stands in its way from outside ends in one line and a non-zero status."""
+    try:
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was saved\n")
         raise SystemExit(130) from None
     except torch.OutOfMemoryError as error:
-        fail(f"out of GPU memory: {str(error).splitlines()[0]}")
+        fail(f"out of GPU memory: {(str(error) or 'no more is known').splitlines()[0]}")
+    except OSError as error:  # a full disk, a reader that is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        if isinstance(error, BrokenPipeError):  # | head
+            raise SystemExit(141) from None     # 128 + SIGPIPE, as other programs end
+        fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Results:
     """The results of one GPU: results/<gpu>/*.json, by script and table."""
 
     def __init__(self, folder):
-        self.files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        self.files = {path.stem: loaded(path) for path in sorted(folder.glob("*.json"))}
 
     def rows(self, script, table, **match):
         """A table's rows whose fields equal `match`."""
@@ -36,6 +36,14 @@ class Results:
         if len(rows) != 1:
             raise KeyError(f"{script}/{table}: {len(rows)} rows match {match}")
         return rows[0][key]
+
+
+def loaded(path):
+    """A results file; fails in one line where it is none."""
+    try:
+        return {**json.loads(path.read_text())}
+    except (ValueError, TypeError) as error:
+        common.fail(f"{path} holds no results: {error}")
 
 
 def measured(results, what):
@@ -64,11 +72,14 @@ def main():
     p.add_argument("--gpu", default="nvidia-h200", help="folder of results/ (default nvidia-h200)")
     args = p.parse_args()
     folder = common.ROOT / "results" / args.gpu
-    if not folder.is_dir():
-        there = ", ".join(sorted(path.name for path in (common.ROOT / "results").glob("*"))) or "none"
-        p.error(f"no results/{args.gpu}; there are: {there}")
+    there = sorted({path.parent.name for path in (common.ROOT / "results").glob("*/*.json")})
+    if args.gpu not in there:
+        p.error(f"no results/{args.gpu}; there are: {', '.join(there) or 'none'}")
     text = README.read_text()
-    new = readme(text, Results(folder))
+    try:
+        new = readme(text, Results(folder))
+    except (KeyError, TypeError, ValueError) as error:
+        common.fail(f"a marker of README.md names what {folder} has not: {error}")
     if args.check and new != text:
         sys.stderr.write("README.md differs from results/: run `python report.py`\n")
         raise SystemExit(1)

@@ -9,9 +9,11 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from functools import partial
 from pathlib import Path
@@ -1163,6 +1165,676 @@ def test_make_compare_without_its_folders_gets_one_line(tmp_path):
         done = make("compare", *given, cwd=tmp_path)
         assert done.returncode == 2 and not done.stdout and "OLD=results/a NEW=results/b" in done.stderr
         assert done.stderr.count("\n") == 1
+# ---------------------------------------------------------------- any input, and faults: README, "What was tried"
+
+LAUNCH = {"add": lambda x: vector.add(x, x), "softmax": lambda x: fused.softmax(x),
+          "matmul": lambda x: product.matmul(x, x, config=product.ANY)}
+launchers = pytest.mark.parametrize("name", LAUNCH)
+
+
+@launchers
+@pytest.mark.parametrize("x, error, line", [
+    ([[1.0]], TypeError, "is <class 'list'>; it must be a dense"), (None, TypeError, "<class 'NoneType'>"),
+    (1.0, TypeError, "<class 'float'>"), (torch.eye(4).to_sparse(), TypeError, "torch.sparse_coo"),
+    (torch.eye(4, dtype=torch.bool), TypeError, "torch.bool"), (torch.eye(4) * 1j, TypeError, "torch.complex64"),
+    (torch.eye(4).to(torch.float8_e4m3fn), TypeError, "torch.float8_e4m3fn"),
+    (torch.eye(4, device="meta"), ValueError, "is on meta"), (torch.eye(4).requires_grad_(), RuntimeError, "detach"),
+    ((torch.eye(4) * 1j).conj().imag.contiguous(), ValueError, "resolve_neg"),
+    pytest.param(torch.eye(4).bfloat16(), TypeError, "interpreter", marks=without_gpu)],
+    ids=["list", "None", "float", "sparse", "bool", "complex", "fp8", "meta", "grad", "negated", "bf16"])
+def test_what_a_launcher_refuses(name, x, error, line):
+    if getattr(x, "is_cpu", False):
+        x = x.detach().to(DEVICE).requires_grad_(x.requires_grad)
+        x = torch._neg_view(x) if line == "resolve_neg" else x
+    with pytest.raises(error, match=rf"{name}: [xa] .*{line}"):
+        LAUNCH[name](x)
+
+
+@launchers
+def test_forward_only_is_right_without_gradients(name):
+    x = randn(8, 8).requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(LAUNCH[name](x), LAUNCH[name](x.detach()))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in vector.ADDS if dtype != torch.bfloat16])
+def test_add_of_every_dtype_wraps_as_torch(dtype):
+    largest = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
+    x = torch.tensor([largest, 1, 0, largest], dtype=dtype, device=DEVICE)
+    assert torch.equal(vector.add(x, x), x + x)
+
+
+def test_add_of_no_dimensions():
+    x = torch.tensor(1.5, device=DEVICE)
+    assert vector.add(x, x).shape == () and vector.add(x, x) == 2 * x
+
+
+@pytest.mark.parametrize("size", [1000, 0, -64, 2**21])
+def test_add_refuses_a_block_size(size):
+    with pytest.raises(ValueError, match="block_size"):
+        vector.add(randn(4), randn(4), block_size=size)
+
+
+@pytest.mark.parametrize("shift", [-700, -1, 0, 1, 700])
+def test_add_into_its_own_input(shift):
+    room, y = randn(6000), randn(4000)
+    x, out = room[1000:5000], room[1000 + shift:5000 + shift]
+    expected = x + y
+    assert torch.equal(vector.add(x, y, out=out), expected)
+    room = randn(9000)
+    x, y = room[:3000].clone(), room[100:3100]
+    expected = y + x
+    assert torch.equal(vector.add(y, x, out=room[:3000]), expected)
+
+
+@pytest.mark.parametrize("n_cols", [5, 3000, 20_000])
+def test_softmax_into_its_own_input(n_cols):
+    for place in (lambda room: (room[:5], room[:5]), lambda room: (room[:5], room[2:7]),
+                  lambda room: (room[2:7], room[:5]), lambda room: (room[:5, :-1], room[:5, 1:])):
+        x, out = place(randn(8, n_cols))
+        reference = torch.softmax(x.double(), 1)
+        torch.testing.assert_close(fused.softmax(x, out=out).double(), reference, **SOFTMAX_TOLERANCE[x.dtype])
+    x = randn(40, 40)
+    reference = torch.softmax(x.t().double(), 1)
+    torch.testing.assert_close(fused.softmax(x.t(), out=x).double(), reference, **SOFTMAX_TOLERANCE[x.dtype])
+
+
+@pytest.mark.parametrize("which", ["a", "b", "both", "a part of a"])
+def test_matmul_into_its_own_input(which):
+    a, b = randn(64, 64, dtype=torch.float16), randn(64, 64, dtype=torch.float16)
+    b = a if which == "both" else b
+    reference, out = a.double() @ b.double(), b if which == "b" else a
+    if which == "a part of a":
+        a, out, reference = a[:40], a[20:60], reference[:40]
+    result = product.matmul(a, b, out=out, config=product.ANY)
+    torch.testing.assert_close(result.double(), reference, rtol=2**-10, atol=1e-2)
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 0), (0, 0), (1, 1), (1, 2), (3, 1)])
+def test_an_output_that_overlaps_itself_is_refused(strides):
+    out = torch.zeros(100, device=DEVICE).as_strided((4, 5), strides)
+    for launch in (lambda: fused.softmax(randn(4, 5), out=out),
+                   lambda: product.matmul(randn(4, 3), randn(3, 5), out=out, config=product.ANY)):
+        with pytest.raises(ValueError, match="share memory"):
+            launch()
+
+
+@needs_gpu
+@pytest.mark.parametrize("m, k, n", [(2**31 - 1, 1, 1), (1, 1, 2**31 - 1), (2**31 + 33, 2, 1)])
+def test_matmul_past_2_31_rows(m, k, n):
+    """From 2^31 less a tile on, the rows of the last tile wrap in 32 bits."""
+    a, b = torch.ones(1, k, device="cuda").half().expand(m, k), torch.ones(k, 1, device="cuda").half().expand(k, n)
+    if 8 * m * n > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {8 * m * n:,} bytes of GPU memory")
+    out = torch.full((m, n), NAN, dtype=torch.float16, device="cuda")
+    assert (product.matmul(a, b, out=out, config=product.cfg(128, 32, 32, 3, 4) if m > n else
+                           product.cfg(32, 128, 32, 3, 4)) == k).all()
+
+
+@needs_gpu
+def test_matmul_of_a_sum_past_2_31():
+    k = 2**31 - 1
+    one = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16)
+    result = product.matmul(one.expand(1, k), one.expand(k, 1), config=product.cfg(16, 16, 256, 3, 4))
+    assert result.item() == 2**31
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows, cols", [(2**31 + 33, 1), (1, 2**31 + 33)])
+def test_softmax_past_2_31(rows, cols):
+    if 4 * rows * cols + 2**30 > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {4 * rows * cols:,} bytes of GPU memory")
+    x = torch.full((rows, cols), -INF, dtype=torch.float16, device="cuda")
+    x[-1, -1], x[0, 0] = 1, 1
+    out = fused.softmax(x)
+    assert out[-1, -1] == out[0, 0] == (1 if rows > 1 else 0.5)
+    assert out.isnan().sum() == max(0, rows - 2)             # rows of nothing but -inf
+
+
+@needs_gpu
+@launchers
+def test_another_stream(name):
+    """What is launched belongs to the current stream: it waits for what that stream did, and nothing else."""
+    x, stream = randn(512, 512), torch.cuda.Stream()
+    expected = LAUNCH[name](x)
+    y = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        y.copy_(x)
+        result = LAUNCH[name](y)
+    stream.synchronize()
+    assert torch.equal(result, expected)
+
+
+@needs_gpu
+@launchers
+def test_a_cuda_graph(name):
+    x = randn(512, 512)
+    LAUNCH[name](x)                                          # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = LAUNCH[name](x)
+    x.copy_(randn(512, 512))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, LAUNCH[name](x))
+
+
+@needs_gpu
+def test_a_search_is_not_captured():
+    x = randn(272, 272)
+    product.found.clear()
+    with pytest.raises(RuntimeError, match="matmul once before"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            product.matmul(x, x)
+    torch.cuda.synchronize()
+
+
+@needs_gpu
+@pytest.mark.skipif(GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@launchers
+def test_a_gpu_that_is_not_the_current_one(name):
+    x = randn(96, 96)
+    far = x.to("cuda:1")
+    result = LAUNCH[name](far)
+    assert result.device == far.device and torch.cuda.current_device() == 0
+    assert torch.equal(result.to(x.device), LAUNCH[name](x))
+    if name != "softmax":
+        with pytest.raises(ValueError, match="cuda:0 and [yb] on cuda:1"):
+            (vector.add if name == "add" else product.matmul)(x, far)
+
+
+@triton.jit
+def identity_kernel(out_ptr, in_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(in_ptr + offsets, mask=offsets < n), mask=offsets < n)
+
+
+@needs_gpu
+def test_sizes_1_16_and_17_are_three_compilations_outside_the_windows(monkeypatch):
+    seen, do_bench = [], triton.testing.do_bench
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: seen.append("compiled"))
+    monkeypatch.setattr(triton.testing, "do_bench", lambda *a, **k: seen.append("timed") or do_bench(*a, **k))
+    x = randn(32)
+    common.bench({str(n): partial(identity_kernel[(1,)], torch.empty_like(x), x, n, BLOCK=32) for n in (1, 16, 17)},
+                 warmup=0, rep=1, rounds=1)
+    assert seen == ["compiled"] * 3 + ["timed"] * 3
+
+
+@needs_gpu
+def test_what_is_timed_is_random():
+    """Zeros draw less power: a matmul on them is faster."""
+    made = [*vector.inputs(10_000)[:2], *product.square(100, "fp16")[:2]]
+    assert all(0.9 < x.float().std() < 1.1 for x in made) and not torch.equal(made[0], made[1])
+
+
+SPECIALIZE = """
+import importlib, json, common, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+def ptx(kernel, constexprs, aligned, size, **options):
+    signature, values, attrs = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constexprs: signature[name], values[(i,)] = "constexpr", constexprs[name]
+        else: signature[name] = size if name.endswith("_ptr") else "i32"
+        if name not in constexprs and (aligned or name.endswith("_ptr")): attrs[(i,)] = [["tt.divisibility", 16]]
+    built = triton.compile(ASTSource(kernel, signature, values, attrs), GPUTarget("cuda", 89, 32), options)
+    return common.load_bits(built.asm["cubin"])
+add = importlib.import_module("01_vector_add").add_kernel
+product = importlib.import_module("03_matmul")
+tile = {**product.ARTICLE.kwargs, "PRECISION": "ieee", "stride_ak": 1, "stride_bn": 1, "stride_cn": 1}
+print(json.dumps([ptx(add, {"BLOCK_SIZE": 1024, "WIDE": False}, aligned, "*fp32") for aligned in (True, False)] + [
+    ptx(product.matmul_kernel, {**tile, "RAGGED": False, "WIDE": False}, aligned, "*fp16", num_stages=4)
+    for aligned in (True, False)]))
+"""
+
+
+def test_what_is_lost_where_sizes_and_strides_are_no_multiple_of_16():
+    """Bits of the widest load: of add where n is none, of matmul where the strides are none."""
+    done = subprocess.run([sys.executable, "-c", SPECIALIZE], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "0"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wide, narrow, tile_wide, tile_narrow = json.loads(done.stdout)
+    assert (wide, narrow, tile_wide) == (128, 32, 128) and tile_narrow < 32
+
+
+@pytest.mark.parametrize("name", ["01_vector_add", "02_fused_softmax", "03_matmul"])
+def test_the_same_seed_gives_the_same_inputs(name, monkeypatch):
+    made = []
+    for given in ("5", "5", "6"):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--seed", given])
+        report = common.start(common.parser("")) if not GPU else torch.manual_seed(int(given))
+        assert GPU or report.args.seed == int(given)
+        made.append(randn(100))
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+
+
+# ---- properties: shapes, strides, dtypes and special values at random
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ImportError:
+    hypothesis = None
+SPECIAL = (0.0, -0.0, INF, -INF, NAN, 1e-40, 6e4, -6e4)
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
+CASES = 400 if GPU else 150  # a property
+
+
+def given(**strategies):
+    """hypothesis.given, the same cases in every run; without hypothesis the test is skipped."""
+    if hypothesis is None:
+        return pytest.mark.skip(reason="needs hypothesis")
+    settings = hypothesis.settings(max_examples=CASES, deadline=None, derandomize=True, database=None)
+    return lambda test: settings(hypothesis.given(**{name: strategy() for name, strategy in strategies.items()})(test))
+
+
+def layout(draw, shape, dtype, special=SPECIAL, out=False):
+    """Random values, some of them special, as a view into NaN: in any order of dimensions, padded, with steps, some
+    dimensions expanded (an output's are not, and it is NaN all over); (the view, the tensor that it looks into)."""
+    order = draw(st.permutations(range(len(shape))))
+    cut, expanded, room = [], [], []
+    for size in shape:
+        expanded.append(not out and draw(st.integers(0, 9)) == 0)
+        start, step, rest = (draw(st.sampled_from(values)) for values in ((0, 0, 1, 16), (1, 1, 1, 2, 3), (0, 0, 5)))
+        wanted = min(size, 1) if expanded[-1] else size
+        room.append(start + wanted * step + rest)
+        cut.append(slice(start, start + wanted * step, step))
+    whole = torch.full([room[dim] for dim in order], NAN, dtype=dtype, device=DEVICE)
+    view = whole.permute([order.index(dim) for dim in range(len(shape))])[tuple(cut)]
+    if not out:
+        values = torch.randn(view.shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+        values = values * draw(st.sampled_from((1.0, 1.0, 30.0)))
+        for value in draw(st.lists(st.sampled_from(special), max_size=3)) if values.numel() else ():
+            values.view(-1)[draw(st.integers(0, values.numel() - 1))] = value
+        view.copy_(values)
+    return view.expand(shape), whole
+
+
+def size(draw, largest):
+    """Often one beside a power of 2 or a tile, where masks begin."""
+    near = (0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 129, 1024, 1025, 4097, 16_385)
+    return draw(st.one_of(st.sampled_from([n for n in near if n <= largest]), st.integers(0, largest)))
+
+
+def untouched(out, whole):
+    """Whether everything beside out is still NaN."""
+    out.fill_(NAN)
+    return bool(whole.isnan().all())
+
+
+@given(data=lambda: st.data())
+def test_property_add(data):
+    draw = data.draw
+    shape = [size(draw, (70_000, 300, 40)[dims - 1]) for dims in [draw(st.integers(0, 3))] for _ in range(dims)]
+    dtype = draw(st.sampled_from(DTYPES))
+    (x, _), (y, _) = (layout(draw, shape, dtype) for _ in range(2))
+    torch.testing.assert_close(vector.add(x, y), x + y, rtol=0, atol=0, equal_nan=True)
+
+
+@given(data=lambda: st.data())
+def test_property_softmax(data):
+    draw = data.draw
+    shape = size(draw, 40), size(draw, 70_000 if GPU else 3000)
+    dtype = draw(st.sampled_from(DTYPES))
+    (x, _), (out, whole) = layout(draw, shape, dtype), layout(draw, shape, dtype, out=True)
+    before = x.clone()
+    fused.close(fused.softmax(x, out=out), x)
+    torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
+    assert untouched(out, whole)
+
+
+def close_product(result, a, b, precision):
+    """Where float64 is finite: the operands' rounding and that of K partial sums, each times the sum of |a||b|; the
+    output's rounding, and fp16's subnormals. Elsewhere the same infinity, or NaN."""
+    a, b, unit = a.double(), b.double(), UNIT_ROUNDOFF[precision] if result.dtype == torch.float32 else 0
+    reference, terms = a @ b, torch.nan_to_num(a, 0, 0, 0).abs() @ torch.nan_to_num(b, 0, 0, 0).abs()
+    slack = (2 * unit + 2**-23 * (a.shape[1] + 2)) * terms + torch.finfo(result.dtype).eps * reference.abs() + 2**-24
+    finite = reference.isfinite()
+    wrong = torch.where(finite, (result.double() - reference).abs() > slack, ~torch.isclose(
+        result.double(), reference, equal_nan=True)) | (finite & ~result.isfinite())
+    assert not wrong.any(), f"not close: {wrong.sum()} of {wrong.numel()} elements"
+
+
+@given(data=lambda: st.data())
+def test_property_matmul(data):
+    draw = data.draw
+    m, n, k = (size(draw, 300 if GPU else 70) for _ in range(3))
+    dtype, precision = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(("tf32", "ieee", "tf32x3")))
+    special = (0.0, -0.0, 100.0) if precision == "tf32x3" else (0.0, -0.0, INF, -INF, NAN, 100.0)
+    (a, _), (b, _), (out, whole) = (layout(draw, shape, dtype, special, out) for shape, out in (
+        ((m, k), False), ((k, n), False), ((m, n), True)))
+    close_product(product.matmul(a, b, precision, out, product.ANY), a, b, precision)
+    assert untouched(out, whole)
+
+
+def test_the_tolerances_of_the_properties_reject_what_is_wrong():
+    """One dropped tile, a mask whose identity is 0 where -inf is right, a NaN, one element that was not written."""
+    for dtype in (torch.float32, torch.float16):
+        a, b = randn(64, 300, dtype=dtype), randn(300, 64, dtype=dtype)
+        right = a.double() @ b.double()
+        x = with_outliers(4, 300, dtype) - 30                # all below 0, which a masked 0 would win
+        soft = torch.softmax(x.double(), 1)
+        masked = torch.exp(x.double()) / (torch.exp(x.double()).sum(1, keepdim=True) + 212)  # 512 lanes, 300 columns
+        close_product(right.to(dtype), a, b, "tf32")
+        fused.close(soft.to(dtype), x)
+        a_slice = right - a[:, 288:].double() @ b[288:].double()  # the last 12 of K
+        a_tile, a_nan, last = right.clone(), right.clone(), right.clone()
+        a_tile[32:, 32:], a_nan[5, 7], last[-1, -1] = 0, NAN, 0
+        for wrong in (a_slice, a_tile, a_nan, last):
+            with pytest.raises(AssertionError, match="not close"):
+                close_product(wrong.to(dtype), a, b, "tf32")
+        a_chunk, a_nan = soft.clone(), soft.clone()
+        a_chunk[:, 256:], a_nan[0, 0] = 0, NAN
+        for wrong in (masked, a_chunk, a_nan):
+            with pytest.raises(AssertionError):
+                fused.close(wrong.to(dtype), x)
+
+
+# ---- faults: each is injected
+
+def program(text, *flags, env=(), **options):
+    """A Python program beside the scripts, as a process."""
+    return subprocess.run([sys.executable, "-c", text, *flags], cwd=ROOT, env=os.environ | dict(env),
+                          capture_output=True, text=True, timeout=300, **options)
+
+
+def one_line(done, status, line):
+    assert done.returncode == status and re.search(line, done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """tool(name, body): an executable shell script of that name, alone on the PATH with the shell's own."""
+    def make(name, body):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(common.ClockLog, "hung", None)
+    return make
+
+
+GOOD_SAMPLE = "2026/12/01 05:29:45.100, 1980, 3201, 512.34, 0x0000000000000004"
+
+
+@pytest.mark.parametrize("body, problem", [
+    (None, "not on the PATH"), ("exit 9", r"nothing usable \(CalledProcessError"), ("echo", "nothing usable"),
+    ("echo Unable to determine the device handle", r"nothing usable \(ValueError"), ("printf '\\377\\376'", "Unicode"),
+    ("echo 2026/12/01 05:29:45.100, nan, nan, nan, 0x0", "nothing usable"), ("sleep 60 & sleep 60", "did not answer"),
+    (f"echo '{GOOD_SAMPLE}'; case $* in *lms*) exit 15;; esac", "ended early, with status 15"),
+    (f"case $* in *lms*) while echo nonsense; do sleep 0.01; done;; esac; echo '{GOOD_SAMPLE}'", "logged nothing")])
+def test_nvidia_smi_fails(body, problem, tool, monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "smi", partial(common.smi, seconds=1))
+    if body is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        tool("nvidia-smi", body)
+    log = common.ClockLog("GPU-0")
+    if log.process:
+        time.sleep(0.5)
+    log.stop()
+    assert re.search(problem, log.problem) and set(log.medians([(0, 4e9)]).values()) <= {None, 1980, 3201, 512.34,
+                                                                                       "power cap"}
+    if problem == "did not answer":                          # and is not asked again for the next table
+        monkeypatch.setattr(common, "smi", None)
+        assert common.ClockLog("GPU-0").problem == log.problem
+
+
+def test_a_row_without_a_clock_has_the_reason(report, monkeypatch):
+    monkeypatch.setattr(FakeLog, "problem", "nvidia-smi ended early, with status 15")
+    monkeypatch.setattr(FakeLog, "medians", lambda *_: dict.fromkeys(("sm_mhz", "mem_mhz", "power_w", "throttle")))
+    with report.table("vs_cublas", "a title") as table:
+        table.time({"n": 5}, {"triton": None}, bytes=192_000_000, flops=6_144_000_000, unit="bf16")
+    assert any("ended early" in note for note in table.notes) and table.rows[0]["pct_rated"] is None
+
+
+def test_a_gpu_without_a_known_peak_has_the_reason(report):
+    report.gpu["name"] = "NVIDIA H20"
+    with report.table("vs_cublas", "a title") as table:
+        table.time({"n": 5}, {"triton": None}, flops=6_144_000_000, unit="bf16")
+    report.finish()
+    assert table.rows[0]["pct_peak"] is None and any("peak is unknown" in note for note in table.notes)
+    record = json.loads((common.ROOT / "results" / "nvidia-h20" / "01_vector_add.json").read_text())
+    assert not problems(record | {"tables": {"vs_cublas": record["tables"]["vs_cublas"]}}, "03_matmul")
+
+
+def test_a_launch_bound_row_is_marked(report, monkeypatch):
+    monkeypatch.setattr(common, "bench", lambda providers, *_, **__: {
+        name: {"ms": 0.008, "graph_ms": 0.002, "spread_pct": 0.5, "windows": []} for name in providers})
+    report._copy_gbps = 200.0
+    with report.table("providers", "a title", roof=True) as table:
+        table.time({"n": 4096}, {"triton": None}, bytes=3 * 4096 * 4)
+    assert table.rows[0]["mark"] == "launch-bound" and table.rows[0]["graph_ms"] == 0.002
+
+
+@pytest.mark.parametrize("body, line", [
+    (None, "ncu is not on the PATH"), ("echo ==ERROR== ERR_NVGPUCTRPERM >&2; exit 1",
+                                       "NVreg_RestrictProfilingToAdminUsers"),
+    ("exit 3", "status 3; it ended with: nothing"), ("echo '\"ID\"'; echo '\"0\"'", "1 readings"),
+    ("echo '\"ID\",\"x\"'; for i in 1 2 3 4 5 6 7 8 9 10 11 12; do echo '\"1\",\"2\"'; done", "no figure for each")])
+def test_ncu_fails(body, line, tool, monkeypatch, tmp_path, capsys):
+    counters = importlib.import_module("counters")
+    if body is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        tool("ncu", body)
+    with pytest.raises(SystemExit) as end:
+        counters.profile(0)
+    assert end.value.code == 2 and line in capsys.readouterr().err
+
+
+def test_without_nvrtc_its_rows_are_left_out(report, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.cuda._utils", None)
+    monkeypatch.setattr(vector, "inputs", lambda n: (randn(n),) * 3)
+    monkeypatch.setattr(vector, "launched", lambda *_: {"load_bits": 128})
+    report._copy_gbps = 200.0
+    vector.providers(report, 64)
+    (table,) = report.tables
+    assert {row["provider"] for row in table.rows} == {"triton", "torch"}
+    assert any(note.startswith("No CUDA C++ rows: ModuleNotFoundError") for note in table.notes)
+
+
+def sweep(error):
+    """Two rows, of which the second ends as `error` says, over a result that is there."""
+    fake = types.SimpleNamespace(warmup=0, rep=1, rounds=1, seed=0, save=True, plot=False)
+    common.ClockLog = FakeLog
+    gpu = {"name": "NVIDIA H200", "cc": "9.0", "sms": 132, "l2_bytes": 2**25, "bus_bits": 6016, "memory_bytes": 2**37,
+           "uuid": "GPU-0", "power_limit_w": None, "driver": None}
+    times = iter([1.0])
+
+    def bench(providers, *_, **__):
+        for ms in times:
+            return {"triton": {"ms": ms, "graph_ms": None, "spread_pct": 0.5, "windows": []}}
+        print("ready", flush=True)
+        exec(error)
+
+    def main():
+        report = common.Report("01_vector_add", fake, gpu)
+        with report.table("providers", "a title") as table:
+            for n in (5, 6):
+                table.time({"n": n}, {"triton": None}, bytes=192_000_000)
+        report.finish()
+    common.bench, common.ROOT = bench, Path.cwd()
+    common.run(main)
+
+
+SWEEP = "import sys; sys.path.insert(0, {!r}); import test_all; test_all.sweep({!r})"
+
+
+@pytest.mark.parametrize("error, status, line, rows", [
+    ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", 2, "out of GPU memory: .*2 GiB", 1),
+    ("import signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)", 130, "interrupted", 1),
+    ("raise OSError(28, 'No space left on device')", 2, "No space left", 1), ("common.fail('no')", 2, "no", 1),
+    ("raise AssertionError('a wrong product')", 1, "a wrong product", 0)],
+    ids=["out of memory", "Ctrl-C", "full disk", "refused", "wrong"])
+def test_a_sweep_that_ends_early(error, status, line, rows, tmp_path):
+    """Prints what was measured (nothing, where a result was wrong), leaves older results whole, says why in a line."""
+    old = tmp_path / "results" / "nvidia-h200" / "01_vector_add.json"
+    common.write(old, "older")
+    done = subprocess.run([sys.executable, "-c", SWEEP.format(str(ROOT), error)], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=100)
+    assert done.returncode == status and re.search(line, done.stderr.splitlines()[-1]), done.stderr
+    assert ("Traceback" in done.stderr) == (rows == 0)
+    assert done.stdout.count("| triton") == rows and ("Incomplete: " in done.stdout) == bool(rows)
+    assert old.read_text() == "older" and list(tmp_path.rglob("*.*")) == [old]
+
+
+@without_gpu
+def test_ctrl_c_from_outside():
+    """A real SIGINT into a script's compilations: one line, soon."""
+    process = subprocess.Popen([sys.executable, "05_inspect_ir.py"], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env=os.environ | {"TRITON_ALWAYS_COMPILE": "1"})
+    for line in process.stdout:
+        if line.startswith("Compiled for"):
+            break
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (130, "interrupted; nothing was saved\n")
+
+
+WRITES = """
+import sys, common
+from pathlib import Path
+folder = Path(sys.argv[1])
+for i in range(200):
+    with common.one_at_a_time(folder):
+        for name in ("x.json", "x.md"):
+            common.write(folder / name, sys.argv[2] * 20_000)
+"""
+
+
+def test_two_runs_that_save_to_one_folder_leave_the_files_of_one(tmp_path):
+    runs = [subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path), letter], cwd=ROOT) for letter in "ab"]
+    seen = set()
+    while any(one.poll() is None for one in runs):
+        with contextlib.suppress(FileNotFoundError):
+            text = (tmp_path / "x.json").read_text()
+            assert len(text) == 20_000 and len(set(text)) == 1
+            seen.add(text[0])
+    assert [one.returncode for one in runs] == [0, 0] and seen == {"a", "b"}
+    assert (tmp_path / "x.json").read_text() == (tmp_path / "x.md").read_text() and len(list(tmp_path.iterdir())) == 2
+
+
+FILLS = """
+import resource, sys, common
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))  # as a disk that is full halfway
+common.write(Path(sys.argv[1], "x.json"), "new" * 10_000)
+"""
+
+
+def test_a_disk_that_is_full_halfway_leaves_the_old_file(tmp_path):
+    (tmp_path / "x.json").write_text("old")
+    one_line(program(FILLS, str(tmp_path)), 2, r"cannot write .*x\.json: File too large")
+    assert (tmp_path / "x.json").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def shell(command, **env):
+    """A script's call in bash: (what it says of itself on standard error, the status of the pipe's first part)."""
+    done = subprocess.run(["bash", "-c", f"python() {{ {sys.executable} \"$@\"; }}; {command}; "
+                           "echo \"${PIPESTATUS[*]}\" >&2"], cwd=ROOT, capture_output=True, text=True, timeout=300,
+                          env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | env)
+    *lines, statuses = done.stderr.splitlines()
+    return [line for line in lines if re.match(r"\w+\.py: |Traceback|Exception", line)], int(statuses.split()[0])
+
+
+# under a regular file, where not even root can make a folder
+BLOCKED = str(ROOT / "README.md" / "x")
+
+
+@pytest.mark.parametrize("process, status, line", [
+    pytest.param(partial(shell, command, **env), status, line, id=command) for command, env, status, line in [
+    ("python 01_vector_add.py --quick | true", {}, 141, None),
+    ("python 05_inspect_ir.py --quick --kernel add_kernel | head -n 1", {}, 141, None),
+    ("python 05_inspect_ir.py --stage ptx | true", {}, 141, None),
+    ("python 05_inspect_ir.py --quick --kernel add_kernel > /dev/full", {}, 2, "standard output: No space left"),
+    ("python 05_inspect_ir.py --stage ptx > /dev/full", {}, 2, "standard output: No space left"),
+    ("python 02_fused_softmax.py --quick > /dev/full", {}, 2, "standard output: No space left"),
+    (f"python 05_inspect_ir.py --kernel add_kernel --dump {BLOCKED}", {}, 2, "cannot write .*Not a directory"),
+    (f"python 05_inspect_ir.py --quick --kernel add_kernel --json {BLOCKED}", {}, 2, "cannot write"),
+    ("python 05_inspect_ir.py --quick --kernel add_kernel", {"TRITON_CACHE_DIR": BLOCKED}, 2,
+     "cache .* cannot be written .*; set TRITON_CACHE_DIR"),
+    ("python report.py --gpu ''", {}, 2, "there are: .*nvidia-h200"),
+    ("python report.py --gpu ../results", {}, 2, "there are: .*nvidia-h200"),
+    ("python report.py --check extra", {}, 2, "unrecognized"), ("python counters.py --device 99", {}, 2, "--device 99"),
+    ("python counters.py --nothing", {}, 2, "unrecognized"), ("python counters.py --save --quick", {}, 2, "--quick"),
+    *([] if GPU else [("python 03_matmul.py", {"TRITON_INTERPRET": "0"}, 2, "TRITON_INTERPRET"),
+                      ("python 05_inspect_ir.py --inductor", {}, 2, "needs a GPU")])]])
+def test_what_a_shell_can_do_to_a_script(process, status, line, outcome):
+    lines, found = outcome(process)
+    assert found == status and len(lines) == (line is not None) and re.search(line or "", "".join(lines)), lines
+
+
+def test_a_results_file_that_is_none_is_named(tmp_path, monkeypatch, capsys):
+    report = importlib.import_module("report")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    report.README.write_text("<!-- measured: 01_vector_add providers ms -->\n<!-- end -->\n")
+    for text, line in (("{", "holds no results"), ("[]", "holds no results"), ("{}", "marker")):
+        common.write(tmp_path / "results" / "a-gpu" / "01_vector_add.json", text)
+        monkeypatch.setattr(sys, "argv", ["report.py", "--gpu", "a-gpu"])
+        with pytest.raises(SystemExit) as end:
+            report.main()
+        assert end.value.code == 2 and line in capsys.readouterr().err
+
+
+WITH_GPU = """
+import runpy, sys, torch
+torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = lambda: True, lambda: 1, lambda _: None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@without_gpu
+def test_an_interpreter_asked_for_beside_a_gpu_times_and_saves_nothing():
+    env = {"TRITON_INTERPRET": "1"}
+    done = program(WITH_GPU, "01_vector_add.py", env=env)
+    assert done.returncode == 0 and "Nothing is timed: TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
+    one_line(program(WITH_GPU, "01_vector_add.py", "--save", env=env), 2, "not together with TRITON_INTERPRET=1")
+
+
+def test_what_does_not_fit_says_both_figures(report, monkeypatch, capsys):
+    for name, value in (("mem_get_info", (1000, 5000)), ("memory_reserved", 300), ("memory_allocated", 100)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    report.need(1200, "--n 5")
+    with pytest.raises(SystemExit) as end:
+        report.need(1201, "--n 5")
+    assert end.value.code == 2
+    assert "--n 5 needs 1,201 bytes of GPU memory; 1,200 bytes are free" in capsys.readouterr().err
+
+
+def test_a_config_that_ends_its_process_is_named(monkeypatch):
+    """As a compiler that aborts does: every other config is still tried."""
+    configs = [product.cfg(16 * i, 16, 16, 1, 4) for i in range(1, 7)]
+    monkeypatch.setattr(tuning, "TRIAL", "import os, sys\nfor config in {configs}:\n    if config['BLOCK_M'] == 48: "
+                                         "os.abort()\n    if config['BLOCK_M'] == 96: sys.exit('a bad address')")
+    found = tuning.lost.__wrapped__(*configs)
+    assert found == {"48x16x16 s1 w4 g8": "ends the process that runs it: SIGABRT",
+                     "96x16x16 s1 w4 g8": "ends the process that runs it: a bad address"}
+
+
+def test_a_config_that_raises_is_named():
+    def launch():
+        raise ValueError("PassManager::run failed")
+    x = randn(4, 4)
+    assert tuning.rejected(launch, x, x.double(), 0.1) == "cannot run: ValueError: PassManager::run failed"
+
+
+@needs_gpu
+def test_the_run_s_configs_survive_their_trial(monkeypatch):
+    assert tuning.lost.__wrapped__(*tuning.CONFIGS) == {}
+    bad = triton.Config(product.ANY.kwargs | {"BLOCK_M": 48}, num_stages=3, num_warps=4)  # no power of 2
+    monkeypatch.setattr(tuning, "CONFIGS", [bad, product.ANY])
+    a = randn(256, 256, dtype=torch.float16)
+    good, named = tuning.valid(a, a, torch.empty_like(a))
+    assert list(good) == [product.config_name(product.ANY)] and "cannot run" in named[product.config_name(bad)]
 
 
 # ---------------------------------------------------------------- make
