@@ -217,8 +217,7 @@ def framed(x, pad=3):
 
 def verify(a, b, precision="tf32", config=None):
     """matmul(a, b) against float64 on an output of NaN, nothing written beside it. The tolerance for randn: operands
-    rounded, summed over K as a random walk; each partial sum, up to sqrt(K) large, rounded. A dropped slice of K is 16
-    summands or more, each of order 1."""
+    rounded, summed over K as a random walk; each partial sum, up to sqrt(K) large, rounded."""
     m, n, k = a.shape[0], b.shape[1], a.shape[1]
     room = torch.full((m + 2, n + 3), float("nan"), dtype=a.dtype, device=a.device)
     out = room[1:m + 1, 1:n + 1]
@@ -264,8 +263,7 @@ def check(report):
 
 
 def rel_error(out, a, b):
-    """Largest difference from a float64 product over its largest entry; above 4,096 rows of every eighth row, so that
-    each tile has its share."""
+    """Largest difference from a float64 product over its largest entry; above 4,096 rows, of every eighth row."""
     step = 8 if a.shape[0] > 4096 else 1
     rows, largest, difference = a[::step].double(), 0.0, 0.0
     for columns in torch.arange(b.shape[1], device=b.device).split(2048):
@@ -292,13 +290,18 @@ def square(n, dtype):
     return a, b, torch.empty_like(a)
 
 
+def case(n, dtype):
+    return {"n": n, "m": n, "k": n, "dtype": dtype}
+
+
 def need(n, itemsize):
     """GPU memory of a square product in bytes: the matrices, and rel_error's float64 parts."""
     return 3 * n * n * itemsize + 8 * 2048 * (n + min(n, 4096)) + 8 * n * min(n, 4096) + 2**28
 
 
 def vs_cublas(report, sizes, dtypes):
-    with report.table("vs_cublas", "square matmul against cuBLAS", baseline="cublas") as table:
+    with report.table("vs_cublas", "square matmul against cuBLAS", baseline="cublas",
+                      cases=len(sizes) * len(dtypes)) as table:
         for n in sizes:
             if need(n, 2) > torch.cuda.mem_get_info()[0]:
                 table.note(f"{n:,} is left out: it needs {need(n, 2):,} bytes of GPU memory.")
@@ -311,12 +314,13 @@ def vs_cublas(report, sizes, dtypes):
                 matmul(a, b, out=out)  # again: the search's kernel was the autotuner's
                 extra["triton"] |= {"config": config_name(matmul.config), "regs": matmul.kernel.n_regs,
                                     "spills": matmul.kernel.n_spills}
-                table.time({"n": n, "m": n, "k": n, "dtype": dtype},
-                           {name: partial(call, a, b, out=out) for name, call in providers.items()}, extra,
-                           flops=2 * n**3, unit=dtype)  # n^2 sums of n products
+                table.time(case(n, dtype), {name: partial(call, a, b, out=out) for name, call in providers.items()},
+                           extra, flops=2 * n**3, unit=dtype, burst=n >= 2048)  # n^2 sums of n products
                 del a, b, out
         table.note("Both round the same FP32 sums to the output's dtype, which is most of rel_error "
                    "(above 4,096: over every eighth row).")
+        table.note("burst: the first 50 ms after half a second of rest, from 2,048 up; ms is the settled state, where "
+                   "the power limit has brought the clock down. launch_us: what a call takes the host, below 100 us.")
 
 
 def cycles(row):
@@ -325,16 +329,17 @@ def cycles(row):
 
 
 def grouping(report, sizes):
-    with report.table("grouping", "the order of the programs: rows of tiles, and groups of 8", derive=cycles) as table:
+    with report.table("grouping", "the order of the programs: rows of tiles, and groups of 8", derive=cycles,
+                      cases=len(sizes)) as table:
         for n in sizes:
             a, b, out = square(n, "bf16")
             orders = {str(group_m): cfg(128, 128, 32, 4, 4, group_m) for group_m in (1, 8)}
             for name, config in orders.items():
                 proven(f"GROUP_M = {name}", partial(matmul, config=config), a, b, out, 2**-7)
-            table.time({"n": n, "m": n, "k": n, "dtype": "bf16"},
-                       {name: partial(matmul, a, b, out=out, config=config) for name, config in orders.items()},
-                       {name: {"provider": "triton", "group_m": int(name), "config": config_name(config)}
-                        for name, config in orders.items()}, flops=2 * n**3, unit="bf16")
+            table.time(case(n, "bf16"), {
+                name: partial(matmul, a, b, out=out, config=config) for name, config in orders.items()}, {
+                name: {"provider": "triton", "group_m": int(name), "config": config_name(config)}
+                for name, config in orders.items()}, flops=2 * n**3, unit="bf16")
         table.note("mcycles: ms x SM clock, in millions. Where both orders take the same cycles but not the same time, "
                    "the power that DRAM drew came out of the SMs' clock. `make ncu` counts the DRAM bytes.")
         table.note(f"In a grid of 9 x 9 tiles the first 9 programs need {tile_loads(9, 9, 9, 1, 9)} input tiles in row "
@@ -364,10 +369,24 @@ def fp32_precision(report, n):
             providers[name] = partial(cublas, a, b, out, mode)
             extra[name] = {"provider": "cublas", "precision": mode, "unit": UNITS[mode], "rel_error": error,
                            "baseline": name}
-        table.time({"n": n, "m": n, "k": n, "dtype": "fp32"}, providers, extra, flops=2 * n**3)
+        table.time(case(n, "fp32"), providers, extra, flops=2 * n**3)
         table.note("ratio: \"tf32\" over cuBLAS's TF32, all others over cuBLAS's FP32 (\"ieee\"). pct_peak is of the "
                    "unit that does the work, for 2MNK useful FLOPs: TF32 for \"tf32\" and \"tf32x3\", BF16 for "
                    "\"bf16x3\" and \"bf16x6\", which multiply 3, 3 and 6 times, FP32 for \"ieee\".")
+
+
+def data(report, n):
+    with report.table("data", "the same product of other numbers: why only random ones are timed") as table:
+        out = torch.empty(n, n, dtype=torch.bfloat16, device="cuda")
+        inputs = {"random normal": square(n, "bf16")[:2], "zeros": [torch.zeros_like(out)] * 2,
+                  "integers from -2 to 2": [torch.randint(-2, 3, (n, n), device="cuda").bfloat16() for _ in range(2)]}
+        ms = {}
+        for name, (a, b) in inputs.items():  # one after the other: each brings the GPU to its own power and clock
+            rows = table.time(case(n, "bf16") | {"case": name}, {"triton": partial(matmul, a, b, out=out)},
+                              flops=2 * n**3, unit="bf16")
+            ms[name] = rows["triton"]["ms"]
+        less = 100 * (1 - ms["zeros"] / ms["random normal"])
+        table.note(f"Bits that do not change draw no power: zeros take {less:.0f}% less time than random numbers.")
 
 
 def main():
@@ -389,6 +408,7 @@ def main():
         vs_cublas(report, sizes, [args.dtype] if args.dtype else ["bf16", "fp16"])
     if not args.n and not args.dtype:
         grouping(report, GROUPING)
+        data(report, 8192)
     if args.dtype == "fp32" or not args.n and not args.dtype:
         fp32_precision(report, args.n or 4096)
     report.finish()

@@ -6,7 +6,7 @@ that switch when it is imported. A script reads
     report = common.start(__doc__, ...)                       # flags, device, header
     with report.table("providers", "title") as table:         # warm-up, clock log, printed table
         table.time({"n": n}, {"triton": f, "torch": g}, bytes=3 * n * 4)
-    report.finish()                                           # results/<gpu>/, with --save
+    report.finish()                                           # results/<gpu>/, with --save; plots/, with --plot
 """
 import argparse
 import concurrent.futures
@@ -81,8 +81,8 @@ def peak_tflops(gpu_name, sms, sm_mhz, dtype):
 # ---------------------------------------------------------------- the GPU in hand
 
 def smi(fields, *extra, seconds=20):
-    """One nvidia-smi query as a list of strings; raises OSError, SubprocessError, ValueError or IndexError where it
-    cannot be had."""
+    """One nvidia-smi query as a list of strings; raises OSError, SubprocessError or ValueError where it cannot be had.
+    """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *extra]
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
@@ -94,7 +94,7 @@ def smi(fields, *extra, seconds=20):
         if status:
             raise subprocess.CalledProcessError(status, command)
         file.seek(0)
-        return [field.strip() for field in file.read().decode().splitlines()[0].split(",")]
+        return [field.strip() for field in (file.read().decode().splitlines() or [""])[0].split(",")]
 
 
 def finite(text):
@@ -114,7 +114,7 @@ def gpu_facts(device):
     try:
         limit, facts["driver"] = smi(["power.limit", "driver_version"], "-i", facts["uuid"])
         facts["power_limit_w"] = finite(limit)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+    except (OSError, subprocess.SubprocessError, ValueError):
         pass  # the clock log's note says that there is no nvidia-smi
     return facts
 
@@ -142,7 +142,7 @@ class ClockLog:
                 except subprocess.TimeoutExpired as error:
                     self.problem = ClockLog.hung = f"nvidia-smi did not answer in {error.timeout:.0f} s"
                     return
-                except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+                except (OSError, subprocess.SubprocessError, ValueError) as error:
                     self.problem = f"nvidia-smi answered with nothing usable ({type(error).__name__})"
                     continue
                 self.problem = None
@@ -192,18 +192,22 @@ class ClockLog:
 
 # ---------------------------------------------------------------- timing
 
-def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1):
-    """Time several callables against each other: {name: {"ms", "graph_ms", "spread_pct", "windows"}}.
+def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=False, tell=lambda index, what: None):
+    """Time several callables against each other: {name: {"ms", "graph_ms", "launch_us", "spread_pct", "windows"}}.
 
     triton.testing.do_bench takes each sample (L2 flushed before each call, one event pair a call) and its median
     is kept; `rep` ms a callable are split over `rounds` interleaved rounds (A B C A B C ...). ms is the median
     of the rounds, spread_pct their range over it. `warmup` ms are spent first, over all of them in turn (0 where
     the table is warm). Below `graph_below_ms`, graph_ms is the time in a replayed CUDA graph: no launch
-    overhead, L2 warm. windows are the (start, end) times of the rounds, for ClockLog.medians.
+    overhead, L2 warm; and launch_us what a call takes the host. burst: also "burst_ms" and "burst_windows", the first
+    50 ms after half a second of rest, before a power limit is felt. windows are the (start, end) times of the rounds,
+    for ClockLog.medians. tell is called with the place of the provider that is next, and what is done with it.
     """
-    for fn in providers.values():
+    for index, fn in enumerate(providers.values()):
+        tell(index, "first call")
         fn()  # compiles and tunes outside every timed window
     torch.cuda.synchronize()
+    tell(0, "warm-up")
     end = time.monotonic() + warmup / 1000
     while time.monotonic() < end:
         for fn in providers.values():
@@ -211,8 +215,9 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1):
                 fn()
         torch.cuda.synchronize()
     times, windows = ({name: [] for name in providers} for _ in range(2))
-    for _ in range(rounds):
-        for name, fn in providers.items():
+    for turn in range(rounds):
+        for index, (name, fn) in enumerate(providers.items()):
+            tell(index, f"round {turn + 1} of {rounds}")
             start = time.time()
             times[name].append(triton.testing.do_bench(fn, warmup=min(25, rep), rep=rep / rounds,
                                                        return_mode="median"))
@@ -220,17 +225,53 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1):
     result = {}
     for name, fn in providers.items():
         ms = statistics.median(times[name])
-        result[name] = {"ms": ms, "graph_ms": None, "windows": windows[name],
+        result[name] = {"ms": ms, "graph_ms": None, "launch_us": None, "windows": windows[name],
                         "spread_pct": 100 * (max(times[name]) - min(times[name])) / ms}
     small = [name for name in providers if result[name]["ms"] < graph_below_ms]
     graphs = {name: [] for name in small}
     for _ in range(rounds):
         for name in small:  # do_bench_cudagraph replays a graph of `rep` ms ten times
+            tell(list(providers).index(name), "CUDA graph")
             graphs[name].append(triton.testing.do_bench_cudagraph(
                 providers[name], rep=min(20, rep / rounds / 10), return_mode="median"))
     for name in small:
         result[name]["graph_ms"] = statistics.median(graphs[name])
+        result[name]["launch_us"] = 1e6 * statistics.median(_host_seconds(providers[name]) for _ in range(50))
+        torch.cuda.synchronize()
+    for index, name in enumerate(providers if burst else ()):
+        tell(index, "burst")
+        torch.cuda.synchronize()
+        time.sleep(0.5)
+        start = time.time()
+        result[name]["burst_ms"] = triton.testing.do_bench(providers[name], warmup=5, rep=min(50, rep),
+                                                           return_mode="median")
+        result[name]["burst_windows"] = [(start, time.time())]
     return result
+
+
+def _host_seconds(fn):
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+def loop_ms(calls, rep=300):
+    """A second clock, without do_bench: ms a call of `calls` in turn, back to back between two CUDA events for about
+    `rep` ms. To be compared with do_bench's, the calls must work on buffers that together exceed the L2."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    turns = 1
+    while True:
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(turns):
+            for call in calls:
+                call()
+        end.record()
+        end.synchronize()
+        total = start.elapsed_time(end)
+        if total >= rep / 2:
+            return total / turns / len(calls)
+        turns = max(2 * turns, int(turns * rep / max(total, 1e-3)))
 
 
 def copy_roof_gbps(gpu, rounds=3, rep=1000):
@@ -277,14 +318,25 @@ def load_bits(cubin):
 def side_by_side(calls):
     """Call each without arguments, in threads: most of a check's time is compilation, which runs without Python's
     lock. In turn under the interpreter, which is Python. The first exception, in the order of calls, is raised."""
-    if INTERPRETED:
-        for call in calls:
-            call()
-        return
-    current = torch.cuda.current_device()  # a new thread begins at device 0
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
-                                               initargs=(current,)) as pool:
-        list(pool.map(lambda call: call(), calls))  # which an exception or Ctrl-C ends without starting the rest
+    calls = list(calls)
+
+    def each(steps):
+        for index, step in enumerate(steps):
+            progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
+            step()
+    try:
+        if INTERPRETED:
+            return each(calls)
+        current = torch.cuda.current_device()  # a new thread begins at device 0
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
+                                                   initargs=(current,)) as pool:
+            try:
+                each([pool.submit(call).result for call in calls])
+            except BaseException:  # Ctrl-C, too: what has not begun need not
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        progress()
 
 
 # ---------------------------------------------------------------- arguments of the launchers
@@ -347,15 +399,25 @@ def apart(x, out, elementwise):
 
 # ---------------------------------------------------------------- tables
 
-# Every column that a table may have, in printed order, with its format.
+def progress(text=""):
+    """On a terminal, write this over the last line of standard error, or clear it; elsewhere nothing."""
+    if sys.stderr.isatty():
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        sys.stderr.write(f"\r\033[K{text[:width - 1]}")
+        sys.stderr.flush()
+
+
+# Every column that a table may have, in printed order, with its format; up to `instruction`: what a row is of.
 COLUMNS = {
     "kernel": "", "stage": "", "arch": "", "case": "", "n": ",", "m": ",", "k": ",", "n_rows": ",", "n_cols": ",",
     "dtype": "", "provider": "", "precision": "", "block_size": ",", "group_m": "", "config": "", "num_warps": "",
     "instruction": "", "count": ",", "lines": ",", "bytes": ".4g", "flops": ".4g", "seconds": ".4g", "ms": ".4f",
-    "graph_ms": ".4f", "gbps": ",.1f", "tflops": ".1f", "pct_rated": ".1f", "pct_copy": ".1f", "pct_peak": ".1f",
-    "ratio": ".3f", "spread_pct": ".1f", "sm_mhz": ".0f", "mem_mhz": ".0f", "power_w": ".0f", "throttle": "",
-    "regs": "", "spills": "", "shared_bytes": ",", "load_bits": "", "rel_error": ".2e", "mcycles": ".2f",
-    "dram_read_gb": ".3f", "least_gb": ".3f", "l2_hit_pct": ".1f", "pick": "", "best": "", "gap_pct": ".1f",
+    "graph_ms": ".4f", "launch_us": ".1f", "burst_ms": ".4f", "burst_ratio": ".3f", "burst_mhz": ".0f",
+    "loop_ms": ".4f", "ncu_ms": ".4f", "gbps": ",.1f", "tflops": ".1f", "pct_rated": ".1f", "pct_copy": ".1f",
+    "pct_peak": ".1f", "ratio": ".3f", "spread_pct": ".1f", "sm_mhz": ".0f", "mem_mhz": ".0f", "power_w": ".0f",
+    "throttle": "", "regs": "", "spills": "", "shared_bytes": ",", "load_bits": "", "rel_error": ".2e",
+    "mcycles": ".2f",
+    "dram_read_gb": ".3f", "dram_write_gb": ".3f", "l2_hit_pct": ".1f", "pick": "", "best": "", "gap_pct": ".1f",
     "searches": "", "value": "", "mark": "",
 }
 
@@ -376,17 +438,33 @@ def format_table(rows):
 class Table:
     """One printed table: rows of one case and one provider each, a title, notes, and a clock log beside it."""
 
-    def __init__(self, report, key, title, baseline=None, roof=False, derive=None):
+    def __init__(self, report, key, title, baseline=None, roof=False, derive=None, cases=1):
         """baseline: the provider of ratio 1. roof: measure the copy roof. derive: called with each timed row at the
-        end, when its clocks are known."""
+        end, when its clocks are known. cases: how many calls of time() or row() there will be, for the progress."""
         self.report, self.key, self.title = report, key, title
         self.baseline, self.roof, self.derive = baseline, roof, derive
         self.rows, self.notes, self.timed = [], [], []
         self.log, self.copy_gbps = None, None
+        self.cases, self.done, self.start = cases, 0, time.monotonic()
 
     def __enter__(self):
         print(f"[{self.report.name}] {self.key}", file=sys.stderr, flush=True)
+        progress(f"[{self.report.name}] {self.key}: preparing case 1 of {self.cases}")  # its rows are not known yet
         return self
+
+    def progress(self, index, what, width, share):
+        """Which row of how many, what of it, and the time that the table's other rows will take at this one's rate.
+        index: the row in a case of `width` rows, `share` of whose time is over. Other cases are taken to be alike."""
+        rows = self.done + width * max(self.cases, 1)
+        over = self.done + share * width
+        left = (time.monotonic() - self.start) * (rows / over - 1) if over else 0
+        about = f", about {left:.0f} s left" if over else ""  # first: the terminal may be narrow
+        progress(f"[{self.report.name}] {self.key}: row {self.done + index + 1} of {rows}{about}: {what}")
+
+    def case_done(self, width=1):
+        self.cases, self.done = self.cases - 1, self.done + width
+        if self.cases > 0:
+            self.progress(0, "preparing", width, 0)
 
     def note(self, text):
         if text not in self.notes:
@@ -395,9 +473,11 @@ class Table:
     def row(self, **fields):
         """Add a row that is not timed here."""
         self.rows.append(fields)
+        if self.log is None:  # else the rows of time() are the ones to wait for
+            self.case_done()
         return fields
 
-    def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None):
+    def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None, burst=False):
         """Time one case's providers, interleaved, and add a row each; returns {name: row}.
 
         case: fields of every row. extra: {name: fields of its row alone}; "provider" there replaces the name,
@@ -410,19 +490,28 @@ class Table:
             self.log = ClockLog(gpu["uuid"])
             if self.roof:
                 self.copy_gbps = self.report.copy_gbps()
-        measured = bench(providers, warmup=args.warmup if first else 0, rep=args.rep, rounds=args.rounds)
+        names, steps = list(providers), iter(range(10**9))
+
+        def tell(index, what):
+            of = ", ".join(f"{key} {value:,}" if type(value) is int else str(value) for key, value in case.items())
+            share = min(next(steps) / (len(names) * (args.rounds + 1) + 1), 1)
+            self.progress(index, f"{names[index]}, {of}, {what}", len(names), share)
+        measured = bench(providers, args.warmup if first else 0, args.rep, args.rounds, burst=burst, tell=tell)
         rows = {}
         for name, times in measured.items():
             own = {"bytes": bytes, "flops": flops, "unit": unit, "baseline": self.baseline, "provider": name,
                    **(extra or {}).get(name, {})}
             base = measured.get(own.pop("baseline"))
-            windows, unit_ = times.pop("windows"), own.pop("unit")
+            windows = times.pop("windows"), times.pop("burst_windows", None)
+            unit_ = own.pop("unit")
             row = {**case, **{k: v for k, v in own.items() if v is not None}, **times}
-            if self.baseline:
-                row["ratio"] = base["ms"] / times["ms"] if base else None
+            for key in ("ms", "burst_ms") if self.baseline else ():
+                if key in times:
+                    row["ratio" if key == "ms" else "burst_ratio"] = base[key] / times[key] if base else None
             rows[name] = row
             self.rows.append(row)
             self.timed.append((row, windows, unit_))
+        self.case_done(len(names))
         return rows
 
     def _derive(self):
@@ -431,8 +520,10 @@ class Table:
         if self.log is None:
             return
         self.log.stop()
-        for row, windows, unit in self.timed:
+        for row, (windows, burst), unit in self.timed:
             clocks = self.log.medians(windows)
+            if burst:
+                row["burst_mhz"] = self.log.medians(burst)["sm_mhz"]
             floor_ms = 0
             if row.get("bytes"):
                 row["gbps"] = row["bytes"] / (row["ms"] * 1e6)
@@ -467,7 +558,7 @@ class Table:
                       "graph_ms is under half of it); graph_ms leaves the launch out.")
         if all(row["graph_ms"] is None for row, *_ in self.timed):
             for row, *_ in self.timed:
-                del row["graph_ms"]
+                del row["graph_ms"], row["launch_us"]
         if self.copy_gbps:
             self.note(f"Copy roof {self.copy_gbps:,.0f} GB/s, measured in this run (read plus written).")
 
@@ -476,6 +567,7 @@ class Table:
                           *(f"- {note}" for note in self.notes)]).rstrip() + "\n"
 
     def __exit__(self, kind, error, trace):
+        progress()
         self._derive()
         if kind is None or (self.rows and not issubclass(kind, AssertionError)):  # what was measured so far
             if kind:
@@ -495,6 +587,7 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message):
     """End the run on bad input: one line on standard error, status 2."""
+    progress()
     sys.stderr.write(f"{Path(sys.argv[0]).name}: {message}\n")
     raise SystemExit(2)
 
@@ -534,7 +627,7 @@ def parser(doc):
     p.add_argument("--device", type=whole(0, 1023), default=0, metavar="N", help="CUDA device (default 0)")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs (default 0)")
     p.add_argument("--save", action="store_true", help="write results/<gpu>/ (what `make all` does)")
-    p.add_argument("--plot", action="store_true", help="draw the tables as plots/*.svg (needs matplotlib)")
+    p.add_argument("--plot", action="store_true", help="draw plots/*.svg of the tables (needs matplotlib)")
     return p
 
 
@@ -562,25 +655,21 @@ class Report:
 
     def finish(self):
         """Write results/<gpu>/<script>.json and .md with --save; draw with --plot."""
-        if self.args.save:
-            self._save()
-        if self.args.plot:
-            import report  # only here: it draws what any script measured
-            for table in self.tables:
-                report.plot(table.title, table.rows, ROOT / "plots" / f"{self.name}_{table.key}.svg")
-
-    def _save(self):
-        folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
         record = {"script": f"{self.name}.py", "time": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
                   "commit": commit(), "gpu": self.gpu, "versions": versions(),
                   "settings": {key: getattr(self.args, key) for key in ("warmup", "rep", "rounds")},
                   "seed": self.args.seed,
                   "tables": {t.key: {"title": t.title, "notes": t.notes, "rows": t.rows} for t in self.tables}}
-        texts = {"json": json.dumps(record, indent=1, allow_nan=False) + "\n",
-                 "md": "\n".join([f"# {self.name}", "", header(self.gpu), ""] + [t.text() for t in self.tables])}
-        with one_at_a_time(folder):
-            for suffix, text in texts.items():
-                write(folder / f"{self.name}.{suffix}", text)
+        if self.args.save:
+            texts = {"json": json.dumps(record, indent=1, allow_nan=False) + "\n",
+                     "md": "\n".join([f"# {self.name}", "", header(self.gpu), ""] + [t.text() for t in self.tables])}
+            folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
+            with one_at_a_time(folder):
+                for suffix, text in texts.items():
+                    write(folder / f"{self.name}.{suffix}", text)
+        if self.args.plot:
+            import compare  # only here: it draws what any script measured
+            compare.draw({self.name: record}, ROOT / "plots")
 
 
 @contextlib.contextmanager
@@ -662,10 +751,8 @@ def start(p, narrowing=()):
                "TRITON_INTERPRET=1" if torch.cuda.is_available() else "no GPU to measure")
         p.error(f"--save writes full runs only, not together with {why}")
     if args.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            p.error("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        import compare
+        compare.pyplot()  # or one line that it is not there, before anything is measured
     if not INTERPRETED:
         writable_cache()
     gpu = None
@@ -715,3 +802,8 @@ def run(main):
         if isinstance(error, BrokenPipeError):  # | head
             raise SystemExit(141) from None     # 128 + SIGPIPE, as other programs end
         fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
+
+
+if __name__ == "__main__":
+    import card  # apart, so that this file stays short
+    card.common.run(card.main)

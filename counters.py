@@ -1,71 +1,108 @@
-"""What do the hardware counters say of the program order: DRAM bytes read, L2 hit rate, duration?
+"""Do the hardware's counters and a second clock agree with the formulas and the times of the tables?
 
-`make ncu` runs this on a GPU where Nsight Compute may read its counters. It is no numbered step: it times nothing
-itself, it launches 03's kernel under ncu (at the clocks as they are: --clock-control none) and reads what ncu prints.
-The answer is the column dram_read_gb of the table `grouping`.
+`make ncu` runs this on a GPU where Nsight Compute may read its counters. It is no numbered step: it launches the
+kernels of all of them, times each with do_bench and with an event pair round a loop (`common.loop_ms`), then once more
+under ncu, at the clocks as they are (--clock-control none). The answers are the column dram_read_gb of the table
+`grouping`, what each program order reads, and the column `mark` of the table `kernels`, where bytes differ from the
+formula by more than 5%.
 """
 import csv
 import importlib
 import io
 import shutil
+import statistics
 import subprocess
 import sys
+from functools import partial
 
 import torch
 
 import common
 
-METRICS = {"dram_read": "dram__bytes_read.sum", "l2_hit": "lts__t_sector_hit_rate.pct", "ns": "gpu__time_duration.sum"}
+vector, fused, product = map(importlib.import_module, ("01_vector_add", "02_fused_softmax", "03_matmul"))
+
+METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "l2_hit": "lts__t_sector_hit_rate.pct",
+           "ns": "gpu__time_duration.sum"}
+KERNELS = r"regex:(add|softmax|rows|online|matmul)_kernel"
 SIZES, GROUPS, LAUNCHES = (4096, 8192), (1, 8), 3
-TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_stages": 4, "num_warps": 4}  # S1's
+WIDTHS = ((512, "bf16"), (4096, "bf16"), (4096, "fp32"), (16384, "fp32"), (65536, "bf16"), (131072, "bf16"))
 
 
-def launch():
-    """What runs under ncu: for each size and order, in turn, LAUNCHES launches of the matmul."""
-    matmul_kernel = importlib.import_module("03_matmul").matmul_kernel
+# ---------------------------------------------------------------- what is launched
+
+def orders():
+    """S1's tile in both program orders: [(n, group_m, call)]."""
     for n in SIZES:
-        a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        c = torch.empty_like(a)
+        a, b, out = product.square(n, "bf16")
         for group_m in GROUPS:
-            for _ in range(LAUNCHES):
-                matmul_kernel[((n // 128) ** 2,)](a, b, c, n, n, n, n, 1, n, 1, n, 1, **TILE, GROUP_M=group_m,
-                                                  PRECISION="ieee")
+            yield n, group_m, partial(product.matmul, a, b, out=out, config=product.cfg(128, 128, 32, 4, 4, group_m))
+
+
+def cases(gpu):
+    """Every kernel of the steps at its main sizes: (fields of its row, bytes that it must read and write, calls on
+    buffers that together exceed the L2)."""
+    n = vector.FULL_N
+    x, y, out = vector.inputs(n)
+    yield {"kernel": "add_kernel", "n": n, "dtype": "fp32"}, 2 * x.nbytes, x.nbytes, [partial(vector.add, x, y, out)]
+    for n_cols, dtype in WIDTHS:
+        n_rows, _ = fused.matrix(gpu, common.DTYPES[dtype].itemsize, n_cols)
+        x = torch.randn(n_rows, n_cols, dtype=common.DTYPES[dtype], device="cuda")
+        out = torch.empty_like(x)
+        for choice in fused.ours(n_cols, x.element_size()).values():
+            yield ({"kernel": fused.KERNELS[choice.kernel].__name__, "n_rows": n_rows, "n_cols": n_cols, "dtype": dtype,
+                    "num_warps": choice.num_warps}, x.nbytes, x.nbytes, [partial(fused.launch, choice, x, out)])
+    config = product.CONFIGS[2][-1]
+    for n in SIZES:
+        sets = [product.square(n, "bf16") for _ in range(1 + gpu["l2_bytes"] // (6 * n * n))]
+        yield ({"kernel": "matmul_kernel", "n": n, "m": n, "k": n, "dtype": "bf16",
+                "config": product.config_name(config)},
+               4 * n * n, 2 * n * n, [partial(product.matmul, a, b, out=out, config=config) for a, b, out in sets])
+
+
+def launch(device):
+    """What runs under ncu: LAUNCHES launches of each, in the order of orders() and cases()."""
+    torch.cuda.set_device(device)
+    for *_, call in orders():
+        for _ in range(LAUNCHES):
+            call()
+    for *_, calls in cases(common.gpu_facts(device)):
+        for _ in range(LAUNCHES):
+            calls[0]()
     torch.cuda.synchronize()
 
 
 def profile(device):
-    """ncu's readings: one {metric: value} a launch, in base units. Fails in one line where ncu may not read them."""
+    """ncu's readings in base units, the medians of each LAUNCHES launches. Fails in one line where ncu may not read."""
     if shutil.which("ncu") is None:
         common.fail("ncu is not on the PATH; it comes with the CUDA toolkit as Nsight Compute")
-    code = f"import torch, importlib; torch.cuda.set_device({device}); importlib.import_module('counters').launch()"
+    code = f"import counters; counters.launch({device})"
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--kernel-name",
-               "matmul_kernel", "--metrics", ",".join(METRICS.values()), sys.executable, "-c", code]
+               KERNELS, "--metrics", ",".join(METRICS.values()), sys.executable, "-c", code]
     done = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True)
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
         common.fail("the driver lets only administrators read performance counters (ERR_NVGPUCTRPERM); run as root, or "
                     "set the nvidia module's option NVreg_RestrictProfilingToAdminUsers=0")
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    readings = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("ID")]  # the units have no ID
-    if done.returncode or len(readings) != len(SIZES) * len(GROUPS) * LAUNCHES:
+    rows = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("ID")]  # the units have no ID
+    if done.returncode or not rows or len(rows) % LAUNCHES:
         tail = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["nothing"]
-        common.fail(f"ncu gave {len(readings)} readings, status {done.returncode}; it ended with: {tail[0]}")
+        common.fail(f"ncu gave {len(rows)} readings, status {done.returncode}; it ended with: {tail[0]}")
     try:
-        return [{key: float(row[name].replace(",", "")) for key, name in METRICS.items()} for row in readings]
+        values = [{key: float(row[name].replace(",", "")) for key, name in METRICS.items()} for row in rows]
     except (KeyError, ValueError) as error:
         common.fail(f"ncu gave no figure for each of {', '.join(METRICS.values())}: {error}")
+    return [{key: statistics.median(value[key] for value in values[i:i + LAUNCHES]) for key in METRICS}
+            for i in range(0, len(values), LAUNCHES)]
 
 
-def grouping(report):
+# ---------------------------------------------------------------- tables
+
+def grouping(report, readings):
     with report.table("grouping", "Nsight Compute's counters for both program orders, BF16") as table:
-        readings = iter(profile(report.args.device))
-        for n in SIZES:
-            for group_m in GROUPS:
-                three = [next(readings) for _ in range(LAUNCHES)]
-                median = {key: sorted(r[key] for r in three)[LAUNCHES // 2] for key in METRICS}
-                table.row(n=n, m=n, k=n, dtype="bf16", provider="triton", config="128x128x32 s4 w4", group_m=group_m,
-                          bytes=2 * n * n * 2,                # the least: A and B, each read once
-                          dram_read_gb=median["dram_read"] / 1e9, l2_hit_pct=median["l2_hit"],
-                          ms=median["ns"] / 1e6)
+        for (n, group_m, _), reading in zip(orders(), readings):
+            table.row(n=n, m=n, k=n, dtype="bf16", provider="triton", config="128x128x32 s4 w4", group_m=group_m,
+                      bytes=2 * n * n * 2,                    # the least: A and B, each read once
+                      dram_read_gb=reading["read"] / 1e9, l2_hit_pct=reading["l2_hit"], ms=reading["ns"] / 1e6)
         table.note("bytes is the least that can be read: A and B once each. Medians of three launches under "
                    "`ncu --clock-control none`, which flushes every cache before each launch; ms is ncu's duration.")
         for n in SIZES:
@@ -74,12 +111,45 @@ def grouping(report):
             table.note(f"{n:,}: row order reads {more:.2f} times the bytes that grouped order does.")
 
 
+def meaning(read, written, least_read, least_written, spills):
+    """Why the DRAM's bytes differ from the formula's by more than 5%; None where they do not."""
+    difference = (read + written) / (least_read + least_written) - 1
+    if abs(difference) <= 0.05:
+        return None
+    if difference < 0:
+        return "write-back left in L2" if written < least_written else "part of the input left in L2"
+    return "spills" if spills else "re-reads" if read > least_read else "written twice"
+
+
+def kernels(report, readings):
+    with report.table("kernels", "every kernel: bytes by formula and by counter, time by three clocks") as table:
+        worst = 0
+        for (case, least_read, least_written, calls), reading in zip(cases(report.gpu), readings):
+            timed = common.bench({"do_bench": calls[0]}, 200, report.args.rep, report.args.rounds)["do_bench"]
+            loop = common.loop_ms(calls)
+            worst = max(worst, abs(loop / timed["ms"] - 1))
+            kernel = calls[0]()
+            spills = getattr(kernel, "n_spills", 0)
+            table.row(**case, bytes=least_read + least_written, ms=timed["ms"], loop_ms=loop,
+                      ncu_ms=reading["ns"] / 1e6, spread_pct=timed["spread_pct"], dram_read_gb=reading["read"] / 1e9,
+                      dram_write_gb=reading["written"] / 1e9, l2_hit_pct=reading["l2_hit"], mark=meaning(
+                          reading["read"], reading["written"], least_read, least_written, spills))
+        table.note("ms: do_bench, L2 flushed before each call. loop_ms: an event pair round back-to-back launches on "
+                   f"buffers larger than the L2; they differ by at most {100 * worst:.1f}%. ncu_ms: the kernel alone, "
+                   "no launch, no events, and the clock of a GPU that rests between launches.")
+        table.note("mark: where DRAM's bytes differ from the formula's by more than 5%; empty where they agree. What a "
+                   "kernel wrote last is still in L2 when it ends, and is no DRAM traffic of its own.")
+
+
 def main():
     report = common.start(common.parser(__doc__))
     if not report.gpu:
         print("counters: Nsight Compute needs a GPU.")
         return
-    grouping(report)
+    readings = profile(report.args.device)
+    split = len(SIZES) * len(GROUPS)
+    grouping(report, readings[:split])
+    kernels(report, readings[split:])
     report.finish()
 
 
