@@ -47,6 +47,7 @@ class Case(NamedTuple):
     config: str
     fields: dict[str, Any] = {}
     options: dict[str, int] = {}
+    aligned: bool = True                                   # every integer argument is a multiple of 16
 
     @property
     def name(self):
@@ -93,6 +94,7 @@ def every_case(arch, quick):
     # Below sm_80 a product of bf16x6 is 24,576 FMAs a thread: half a minute of ptxas, for no other instruction.
     matmuls = main[-1:] + [matmul_case("fp32", precision) for precision in product.PRECISIONS
                            if arch >= 80 or not precision.startswith("bf16")]
+    matmuls.append(main[-1]._replace(aligned=False, fields={"case": "odd strides"}))
     if arch in (90, 100):                                  # elsewhere it needs more shared memory than there is
         matmuls.append(matmul_case("bf16", tile=(128, 256, 64), warps=8))
     softmaxes = [softmax_case(fused.Pick(n_cols, "whole-row", None, warps), "bf16", n_cols)
@@ -102,20 +104,21 @@ def every_case(arch, quick):
                       for choice in fused.ours(n_cols, common.DTYPES[dtype].itemsize).values()]
     distinct = {}                                          # n_cols alone makes no other code
     for case in main + softmaxes + matmuls:
-        distinct.setdefault(str((case.name, case.dtype, case.num_warps, case.constexprs, case.options)), case)
+        distinct.setdefault(str((case.name, case.dtype, case.num_warps, case.constexprs, case.options, case.aligned)), case)
     return main, matmuls, sorted(distinct.values(), key=lambda case: (
         [one.name for one in main].index(case.name), case.dtype, case.fields.get("n_cols", 0)))
 
 
 def compiled(case, arch):
-    """The CompiledKernel; every integer argument that is no constexpr is promised to be a multiple of 16."""
+    """The CompiledKernel; pointers and, where the case is aligned, integers are promised to be multiples of 16."""
     signature, constexprs, attrs = {}, {}, {}
     for index, name in enumerate(case.kernel.arg_names):
         if name in case.constexprs:
             signature[name], constexprs[(index,)] = "constexpr", case.constexprs[name]
         else:
             signature[name] = f"*{case.dtype}" if name.endswith("_ptr") else "i32"
-            attrs[(index,)] = [["tt.divisibility", 16]]
+            if case.aligned or name.endswith("_ptr"):
+                attrs[(index,)] = [["tt.divisibility", 16]]
     return triton.compile(ASTSource(case.kernel, signature, constexprs, attrs), target=GPUTarget("cuda", arch, 32),
                           options={"num_warps": case.num_warps, **case.options})
 
@@ -297,7 +300,10 @@ def show_loop(report, arch, matmuls, softmaxes):
                 table.note("No tensor-core instruction and no cp.async: Triton emits mma.sync, and NVIDIA has "
                            "cp.async, from sm_80 on. Every precision is the same FMAs; bf16x3 and bf16x6, three and "
                            "six times as many, are left out.")
-            elif not any("TMA" in name for name in seen):
+            elif any(not case.aligned for case, _ in matmuls):
+                table.note("odd strides: sizes and strides that are no multiple of 16. Nothing is known of the addresses "
+                           "of neighbours, so the copies of 16 bytes (cp.async) become loads of one element.")
+            if arch >= 80 and not any("TMA" in name for name in seen):
                 table.note("No TMA (cp.async.bulk.tensor): the kernel loads through pointers; Triton uses TMA for "
                            "tensor descriptors, on sm_90 and newer.")
         for case, kernel in good(table, softmaxes):

@@ -41,7 +41,7 @@ endif
 endif
 
 ifneq ($(filter all quick ncu compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
-NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest)
+NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest hypothesis)
 ifeq ($(origin PYTHON),file)
 MISSING := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
 	$(PYTHON) -W ignore - $(NEEDED) || echo "a Python that starts")
@@ -100,4 +100,4 @@ test: $(READY)
 	@$(PYTHON) -m pytest -q test_all.py $(ARGS)
 
 clean:
-	rm -rf .venv plots __pycache__ .pytest_cache
+	rm -rf .venv plots __pycache__ .pytest_cache .hypothesis

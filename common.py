@@ -81,8 +81,8 @@ def peak_tflops(gpu_name, sms, sm_mhz, dtype):
 # ---------------------------------------------------------------- the GPU in hand
 
 def smi(fields, *extra, seconds=20):
-    """One nvidia-smi query as a list of strings; raises OSError, SubprocessError, ValueError or IndexError where it
-    cannot be had."""
+    """One nvidia-smi query as a list of strings; raises OSError, SubprocessError or ValueError where it cannot be had.
+    """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *extra]
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
@@ -94,7 +94,7 @@ def smi(fields, *extra, seconds=20):
         if status:
             raise subprocess.CalledProcessError(status, command)
         file.seek(0)
-        return [field.strip() for field in file.read().decode().splitlines()[0].split(",")]
+        return [field.strip() for field in (file.read().decode().splitlines() or [""])[0].split(",")]
 
 
 def finite(text):
@@ -114,7 +114,7 @@ def gpu_facts(device):
     try:
         limit, facts["driver"] = smi(["power.limit", "driver_version"], "-i", facts["uuid"])
         facts["power_limit_w"] = finite(limit)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+    except (OSError, subprocess.SubprocessError, ValueError):
         pass  # the clock log's note says that there is no nvidia-smi
     return facts
 
@@ -142,7 +142,7 @@ class ClockLog:
                 except subprocess.TimeoutExpired as error:
                     self.problem = ClockLog.hung = f"nvidia-smi did not answer in {error.timeout:.0f} s"
                     return
-                except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+                except (OSError, subprocess.SubprocessError, ValueError) as error:
                     self.problem = f"nvidia-smi answered with nothing usable ({type(error).__name__})"
                     continue
                 self.problem = None
@@ -328,9 +328,11 @@ def side_by_side(calls):
         current = torch.cuda.current_device()  # a new thread begins at device 0
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
                                                    initargs=(current,)) as pool:
-            # map: an exception or Ctrl-C ends it without starting the rest
-            for index, _ in enumerate(pool.map(lambda call: call(), calls)):
-                progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
+            try:
+                each([pool.submit(call).result for call in calls])
+            except BaseException:  # Ctrl-C, too: what has not begun need not
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     finally:
         progress()
 
@@ -657,17 +659,16 @@ class Report:
                   "settings": {key: getattr(self.args, key) for key in ("warmup", "rep", "rounds")},
                   "seed": self.args.seed,
                   "tables": {t.key: {"title": t.title, "notes": t.notes, "rows": t.rows} for t in self.tables}}
+        if self.args.save:
+            texts = {"json": json.dumps(record, indent=1, allow_nan=False) + "\n",
+                     "md": "\n".join([f"# {self.name}", "", header(self.gpu), ""] + [t.text() for t in self.tables])}
+            folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
+            with one_at_a_time(folder):
+                for suffix, text in texts.items():
+                    write(folder / f"{self.name}.{suffix}", text)
         if self.args.plot:
             import compare  # only here: it draws what any script measured
             compare.draw({self.name: record}, ROOT / "plots")
-        if not self.args.save:
-            return
-        folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
-        texts = {"json": json.dumps(record, indent=1, allow_nan=False) + "\n",
-                 "md": "\n".join([f"# {self.name}", "", header(self.gpu), ""] + [t.text() for t in self.tables])}
-        with one_at_a_time(folder):
-            for suffix, text in texts.items():
-                write(folder / f"{self.name}.{suffix}", text)
 
 
 @contextlib.contextmanager

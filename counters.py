@@ -83,7 +83,7 @@ def profile(device):
         common.fail("the driver lets only administrators read performance counters (ERR_NVGPUCTRPERM); run as root, or "
                     "set the nvidia module's option NVreg_RestrictProfilingToAdminUsers=0")
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    rows = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("ID")]  # the row of units has no ID
+    rows = [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("ID")]  # the units have no ID
     if done.returncode or not rows or len(rows) % LAUNCHES:
         tail = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["nothing"]
         common.fail(f"ncu gave {len(rows)} readings, status {done.returncode}; it ended with: {tail[0]}")

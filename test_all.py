@@ -1604,8 +1604,8 @@ def test_a_gpu_without_a_known_peak_has_the_reason(report):
 
 
 def test_a_launch_bound_row_is_marked(report, monkeypatch):
-    monkeypatch.setattr(common, "bench", lambda providers, *_, **__: {
-        name: {"ms": 0.008, "graph_ms": 0.002, "spread_pct": 0.5, "windows": []} for name in providers})
+    times = {"ms": 0.008, "graph_ms": 0.002, "launch_us": 5.0, "spread_pct": 0.5, "windows": []}
+    monkeypatch.setattr(common, "bench", lambda *_, **__: {"triton": times})
     report._copy_gbps = 200.0
     with report.table("providers", "a title", roof=True) as table:
         table.time({"n": 4096}, {"triton": None}, bytes=3 * 4096 * 4)
@@ -1647,9 +1647,9 @@ def sweep(error):
            "uuid": "GPU-0", "power_limit_w": None, "driver": None}
     times = iter([1.0])
 
-    def bench(providers, *_, **__):
+    def bench(*_, **__):
         for ms in times:
-            return {"triton": {"ms": ms, "graph_ms": None, "spread_pct": 0.5, "windows": []}}
+            return {"triton": {"ms": ms, "graph_ms": None, "launch_us": None, "spread_pct": 0.5, "windows": []}}
         print("ready", flush=True)
         exec(error)
 
@@ -1763,7 +1763,13 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python report.py --gpu ''", {}, 2, "there are: .*nvidia-h200"),
     ("python report.py --gpu ../results", {}, 2, "there are: .*nvidia-h200"),
     ("python report.py --check extra", {}, 2, "unrecognized"), ("python counters.py --device 99", {}, 2, "--device 99"),
-    ("python counters.py --nothing", {}, 2, "unrecognized"), ("python counters.py --save --quick", {}, 2, "--quick"),
+    ("python counters.py --nothing", {}, 2, "unrecognized"), ("python common.py --nothing", {}, 2, "unrecognized"),
+    ("python common.py --device 99", {}, 2, "--device 99"), ("python common.py > /dev/full", {}, 2, "No space left"),
+    ("python compare.py --nothing", {}, 2, "unrecognized|OLD and NEW"),
+    ("python compare.py a b", {}, 2, "cannot use a"),
+    ("python compare.py results/nvidia-h200 results/nvidia-h200 > /dev/full", {}, 2, "No space left"),
+    ("python compare.py results/nvidia-h200 results/nvidia-h200 | true", {}, 0, None),  # its status is its verdict
+    ("python counters.py --save --quick", {}, 2, "--quick"),
     *([] if GPU else [("python 03_matmul.py", {"TRITON_INTERPRET": "0"}, 2, "TRITON_INTERPRET"),
                       ("python 05_inspect_ir.py --inductor", {}, 2, "needs a GPU")])]])
 def test_what_a_shell_can_do_to_a_script(process, status, line, outcome):
