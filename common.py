@@ -319,12 +319,14 @@ def side_by_side(calls):
     """Call each without arguments, in threads: most of a check's time is compilation, which runs without Python's
     lock. In turn under the interpreter, which is Python. The first exception, in the order of calls, is raised."""
     calls = list(calls)
+
+    def each(steps):
+        for index, step in enumerate(steps):
+            progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
+            step()
     try:
         if INTERPRETED:
-            for index, call in enumerate(calls):
-                progress(f"checking: {index + 1:,} of {len(calls):,}")
-                call()
-            return
+            return each(calls)
         current = torch.cuda.current_device()  # a new thread begins at device 0
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
                                                    initargs=(current,)) as pool:
@@ -556,8 +558,7 @@ class Table:
                       "graph_ms is under half of it); graph_ms leaves the launch out.")
         if all(row["graph_ms"] is None for row, *_ in self.timed):
             for row, *_ in self.timed:
-                for key in ("graph_ms", "launch_us"):
-                    row.pop(key, None)
+                del row["graph_ms"], row["launch_us"]
         if self.copy_gbps:
             self.note(f"Copy roof {self.copy_gbps:,.0f} GB/s, measured in this run (read plus written).")
 
