@@ -315,7 +315,8 @@ def main():
     parser.add_argument("--kernel", choices=names, metavar="NAME", help=f"this kernel alone: {', '.join(names)}")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--stage", metavar="NAME",
-                      help="print one stage of --kernel (default matmul_kernel), no table: " + "; for gfx... ".join(", ".join(maker.stages) for maker in assembly.VENDORS.values()))
+                      help="print one stage of --kernel (default matmul_kernel), no table: " + "; for gfx... ".join(
+                          ", ".join(maker.stages) for maker in assembly.VENDORS.values()))
     what.add_argument("--dump", type=Path, metavar="DIR", help="write every stage of every kernel, no table")
     what.add_argument("--json", type=Path, metavar="FILE", help="write the tables also as JSON")
     what.add_argument("--inductor", action="store_const", const=True,
