@@ -206,7 +206,8 @@ def block_size(report, n, only=None):
 
 
 def alignment(report, n):
-    with report.table("alignment", "what losing tt.divisibility = 16 costs", baseline="torch", roof=True) as table:
+    with report.table("alignment", "what losing tt.divisibility = 16 costs", baseline="torch", roof=True,
+                      cases=2) as table:
         x, y, out = inputs(n + 1)
         for size, case in ((n, "n divisible by 16"), (n + 1, "n not divisible by 16")):
             a, b, c = x[:size], y[:size], out[:size]
@@ -218,7 +219,7 @@ def alignment(report, n):
 
 
 def first_launch(report):
-    with report.table("first_launch", "seconds of a launch, by what is cached") as table:
+    with report.table("first_launch", "seconds of a launch, by what is cached", cases=3) as table:
         with tempfile.TemporaryDirectory() as cache:
             env = {**os.environ, "TRITON_CACHE_DIR": cache}
             for case in ("new process, empty cache", "new process, kernel cached"):

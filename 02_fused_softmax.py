@@ -397,7 +397,8 @@ def compiled(table, x):
 
 
 def time_widths(report, dtypes, widths):
-    with report.table("widths", "softmax, rows of every width", baseline="torch", roof=True) as table:
+    with report.table("widths", "softmax, rows of every width", baseline="torch", roof=True,
+                      cases=len(dtypes) * len(widths)) as table:
         explain(table, [time_case(table, case, x, out, ours(x.shape[1], x.element_size()), compiled(table, x))
                         for case, x, out in cases(report, dtypes, widths)])
         table.note(f"triton/whole-row ends at {WHOLE_ROW[-1].n_cols:,} columns, where it already spills (`cliff`). "
@@ -405,7 +406,8 @@ def time_widths(report, dtypes, widths):
 
 
 def time_unfused(report, dtypes):
-    with report.table("unfused", "five PyTorch kernels against one", baseline="torch") as table:
+    with report.table("unfused", "five PyTorch kernels against one", baseline="torch",
+                      cases=len(dtypes)) as table:
         for case, x, out in cases(report, dtypes, UNFUSED):
             m, mn = x.shape[0], x.numel()
             five = ((5 * mn + 2 * m) + (3 * mn + 2 * m)) * x.element_size()  # read, written
@@ -416,7 +418,8 @@ def time_unfused(report, dtypes):
 
 
 def time_cliff(report, dtype):
-    with report.table("cliff", "whole rows that outgrow the registers, and the cure", baseline="torch") as table:
+    with report.table("cliff", "whole rows that outgrow the registers, and the cure", baseline="torch",
+                      cases=len(CLIFF)) as table:
         explain(table, [time_case(table, case, x, out, CLIFFS) for case, x, out in cases(report, [dtype], CLIFF)])
         table.note("spills: 32-bit registers a thread. triton/online reads a row twice, the second time backwards: "
                    "L2 still has the end of it.")

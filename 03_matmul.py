@@ -296,7 +296,8 @@ def need(n, itemsize):
 
 
 def vs_cublas(report, sizes, dtypes):
-    with report.table("vs_cublas", "square matmul against cuBLAS", baseline="cublas") as table:
+    with report.table("vs_cublas", "square matmul against cuBLAS", baseline="cublas",
+                      cases=len(sizes) * len(dtypes)) as table:
         for n in sizes:
             if need(n, 2) > torch.cuda.mem_get_info()[0]:
                 table.note(f"{n:,} is left out: it needs {need(n, 2):,} bytes of GPU memory.")
@@ -324,7 +325,8 @@ def cycles(row):
 
 
 def grouping(report, sizes):
-    with report.table("grouping", "the order of the programs: rows of tiles, and groups of 8", derive=cycles) as table:
+    with report.table("grouping", "the order of the programs: rows of tiles, and groups of 8", derive=cycles,
+                      cases=len(sizes)) as table:
         for n in sizes:
             a, b, out = square(n, "bf16")
             orders = {str(group_m): cfg(128, 128, 32, 4, 4, group_m) for group_m in (1, 8)}

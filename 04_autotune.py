@@ -236,6 +236,7 @@ def cost(report, n):
         for tuner, keeps in (("triton.autotune", (False, False, True, True)), ("Search", (True, True))):
             with tempfile.TemporaryDirectory() as cache:
                 for call, keep in enumerate(keeps):
+                    common.progress(f"[{report.name}] cost: {tuner}, process {call + 1} of {len(keeps)}")
                     code = ("import importlib; importlib.import_module('04_autotune').child"
                             f"({report.args.device}, {n}, {tuner!r}, {keep})")
                     done = subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, capture_output=True,
@@ -276,7 +277,7 @@ def picks(report, sizes):
             if original is timed:
                 row.update(original | own)
     with report.table("picks", "three searches at each size against a full second of each config",
-                      baseline="cublas", derive=follow) as table:
+                      baseline="cublas", derive=follow, cases=len(sizes)) as table:
         for n in sizes:
             a, b, out = product.square(n, "bf16")
             good, _ = valid(a, b, out)
@@ -311,7 +312,7 @@ def picks(report, sizes):
 
 def softmax(report):
     with report.table("softmax", "S2's five BLOCKs: wrong as listed, right when pruned or looped; a stream of shapes",
-                      baseline="torch") as table:
+                      baseline="torch", cases=3) as table:
         gpu = report.gpu
         for n_cols in (NARROW, 2048):
             n_rows, _ = fused.matrix(gpu, 2, n_cols)

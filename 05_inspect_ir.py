@@ -144,7 +144,12 @@ def compile_all(cases, target):
         except Exception as error:                         # whatever a compiler's passes raise: a row's note
             return case, error
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # passes and ptxas run without Python's lock
-        return list(pool.map(attempt, cases))
+        built = []
+        for pair in pool.map(attempt, cases):
+            built.append(pair)
+            common.progress(f"[05_inspect_ir] compiled {len(built)} of {len(cases)} kernels")
+    common.progress()
+    return built
 
 
 def stage_text(kernel, stage):

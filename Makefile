@@ -1,7 +1,7 @@
 # Bare `make` lists the targets.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help all quick ncu test clean
+.PHONY: help all quick ncu compare plots test clean
 SHELL := bash
 
 SCRIPTS := $(sort $(wildcard [0-9][0-9]_*.py))
@@ -34,7 +34,13 @@ if not lacks and not modules["torch"].cuda.is_available():
 print(", ".join(lacks))
 endef
 
-ifneq ($(filter all quick ncu test $(NUMBERS),$(MAKECMDGOALS)),)
+ifneq ($(filter compare,$(MAKECMDGOALS)),)
+ifeq ($(and $(OLD),$(NEW)),)
+$(error make compare OLD=results/a NEW=results/b: two results folders, or two files)
+endif
+endif
+
+ifneq ($(filter all quick ncu compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
 NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest)
 ifeq ($(origin PYTHON),file)
 MISSING := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
@@ -61,10 +67,12 @@ help:
 	@$(foreach script,$(SCRIPTS),echo "  make $(firstword $(subst _, ,$(script)))       $$(head -n 1 $(script) | tr -d '"')";)
 	@echo "make quick    every step as a smoke run: short windows, nothing saved"
 	@echo "make ncu      DRAM counters of the matmul, with Nsight Compute; saves results/<gpu>/counters.json"
+	@echo "make compare OLD=results/a NEW=results/b   two runs, row by row: better, worse or within noise"
+	@echo "make plots    SVGs from results/, beside its tables; measures nothing, needs matplotlib"
 	@echo "make test     the tests"
 	@echo "make clean    remove .venv, plots/ and Python's caches; results/ stays"
 	@echo "Options: PYTHON=/path/to/python (used as it is; without it: python3 if it has what is needed, else"
-	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN and make test)"
+	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN, compare, plots and test)"
 
 # --save where there is a GPU to measure, and the interpreter is not asked for in its place.
 SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"))
@@ -81,6 +89,12 @@ $(NUMBERS): $(READY)
 
 ncu: $(READY)
 	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) counters.py $$save
+
+compare: $(READY)
+	@$(PYTHON) compare.py "$(OLD)" "$(NEW)" $(ARGS)
+
+plots: $(READY)
+	@$(PYTHON) compare.py --plots $(ARGS)
 
 test: $(READY)
 	@$(PYTHON) -m pytest -q test_all.py $(ARGS)

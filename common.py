@@ -6,7 +6,7 @@ that switch when it is imported. A script reads
     report = common.start(__doc__, ...)                       # flags, device, header
     with report.table("providers", "title") as table:         # warm-up, clock log, printed table
         table.time({"n": n}, {"triton": f, "torch": g}, bytes=3 * n * 4)
-    report.finish()                                           # results/<gpu>/, with --save
+    report.finish()                                           # results/<gpu>/, with --save; plots/, with --plot
 """
 import argparse
 import concurrent.futures
@@ -163,7 +163,7 @@ class ClockLog:
 
 # ---------------------------------------------------------------- timing
 
-def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=False):
+def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=False, tell=lambda index, what: None):
     """Time several callables against each other: {name: {"ms", "graph_ms", "launch_us", "spread_pct", "windows"}}.
 
     triton.testing.do_bench takes each sample (L2 flushed before each call, one event pair a call) and its median
@@ -172,11 +172,13 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=
     the table is warm). Below `graph_below_ms`, graph_ms is the time in a replayed CUDA graph: no launch
     overhead, L2 warm; and launch_us what a call takes the host. burst: also "burst_ms" and "burst_windows", the first
     50 ms after half a second of rest, before a power limit is felt. windows are the (start, end) times of the rounds,
-    for ClockLog.medians.
+    for ClockLog.medians. tell is called with the place of the provider that is next, and what is done with it.
     """
-    for fn in providers.values():
+    for index, fn in enumerate(providers.values()):
+        tell(index, "first call")
         fn()  # compiles and tunes outside every timed window
     torch.cuda.synchronize()
+    tell(0, "warm-up")
     end = time.monotonic() + warmup / 1000
     while time.monotonic() < end:
         for fn in providers.values():
@@ -184,8 +186,9 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=
                 fn()
         torch.cuda.synchronize()
     times, windows = ({name: [] for name in providers} for _ in range(2))
-    for _ in range(rounds):
-        for name, fn in providers.items():
+    for turn in range(rounds):
+        for index, (name, fn) in enumerate(providers.items()):
+            tell(index, f"round {turn + 1} of {rounds}")
             start = time.time()
             times[name].append(triton.testing.do_bench(fn, warmup=min(25, rep), rep=rep / rounds,
                                                        return_mode="median"))
@@ -199,13 +202,15 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=
     graphs = {name: [] for name in small}
     for _ in range(rounds):
         for name in small:  # do_bench_cudagraph replays a graph of `rep` ms ten times
+            tell(list(providers).index(name), "CUDA graph")
             graphs[name].append(triton.testing.do_bench_cudagraph(
                 providers[name], rep=min(20, rep / rounds / 10), return_mode="median"))
     for name in small:
         result[name]["graph_ms"] = statistics.median(graphs[name])
         result[name]["launch_us"] = 1e6 * statistics.median(_host_seconds(providers[name]) for _ in range(50))
         torch.cuda.synchronize()
-    for name in providers if burst else ():
+    for index, name in enumerate(providers if burst else ()):
+        tell(index, "burst")
         torch.cuda.synchronize()
         time.sleep(0.5)
         start = time.time()
@@ -284,15 +289,21 @@ def load_bits(cubin):
 def side_by_side(calls):
     """Call each without arguments, in threads: most of a check's time is compilation, which runs without Python's
     lock. In turn under the interpreter, which is Python. The first exception, in the order of calls, is raised."""
-    if INTERPRETED:
-        for call in calls:
-            call()
-        return
-    current = torch.cuda.current_device()  # a new thread begins at device 0
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
-                                               initargs=(current,)) as pool:
-        for future in [pool.submit(call) for call in calls]:
-            future.result()
+    calls = list(calls)
+
+    def each(steps):
+        for index, step in enumerate(steps):
+            progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
+            step()
+    try:
+        if INTERPRETED:
+            return each(calls)
+        current = torch.cuda.current_device()  # a new thread begins at device 0
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
+                                                   initargs=(current,)) as pool:
+            each([pool.submit(call).result for call in calls])
+    finally:
+        progress()
 
 
 # ---------------------------------------------------------------- arguments of the launchers
@@ -315,7 +326,15 @@ def same_device(launcher, **tensors):
 
 # ---------------------------------------------------------------- tables
 
-# Every column that a table may have, in printed order, with its format.
+def progress(text=""):
+    """On a terminal, write this over the last line of standard error, or clear it; elsewhere nothing."""
+    if sys.stderr.isatty():
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        sys.stderr.write(f"\r\033[K{text[:width - 1]}")
+        sys.stderr.flush()
+
+
+# Every column that a table may have, in printed order, with its format; up to `instruction`: what a row is of.
 COLUMNS = {
     "kernel": "", "stage": "", "arch": "", "case": "", "n": ",", "m": ",", "k": ",", "n_rows": ",", "n_cols": ",",
     "dtype": "", "provider": "", "precision": "", "block_size": ",", "group_m": "", "config": "", "num_warps": "",
@@ -346,17 +365,33 @@ def format_table(rows):
 class Table:
     """One printed table: rows of one case and one provider each, a title, notes, and a clock log beside it."""
 
-    def __init__(self, report, key, title, baseline=None, roof=False, derive=None):
+    def __init__(self, report, key, title, baseline=None, roof=False, derive=None, cases=1):
         """baseline: the provider of ratio 1. roof: measure the copy roof. derive: called with each timed row at the
-        end, when its clocks are known."""
+        end, when its clocks are known. cases: how many calls of time() or row() there will be, for the progress."""
         self.report, self.key, self.title = report, key, title
         self.baseline, self.roof, self.derive = baseline, roof, derive
         self.rows, self.notes, self.timed = [], [], []
         self.log, self.copy_gbps = None, None
+        self.cases, self.done, self.start = cases, 0, time.monotonic()
 
     def __enter__(self):
         print(f"[{self.report.name}] {self.key}", file=sys.stderr, flush=True)
+        progress(f"[{self.report.name}] {self.key}: preparing case 1 of {self.cases}")  # its rows are not known yet
         return self
+
+    def progress(self, index, what, width, share):
+        """Which row of how many, what of it, and the time that the table's other rows will take at this one's rate.
+        index: the row in a case of `width` rows, `share` of whose time is over. Other cases are taken to be alike."""
+        rows = self.done + width * max(self.cases, 1)
+        over = self.done + share * width
+        left = (time.monotonic() - self.start) * (rows / over - 1) if over else 0
+        about = f", about {left:.0f} s left" if over else ""  # first: the terminal may be narrow
+        progress(f"[{self.report.name}] {self.key}: row {self.done + index + 1} of {rows}{about}: {what}")
+
+    def case_done(self, width=1):
+        self.cases, self.done = self.cases - 1, self.done + width
+        if self.cases > 0:
+            self.progress(0, "preparing", width, 0)
 
     def note(self, text):
         if text not in self.notes:
@@ -365,6 +400,8 @@ class Table:
     def row(self, **fields):
         """Add a row that is not timed here."""
         self.rows.append(fields)
+        if self.log is None:  # else the rows of time() are the ones to wait for
+            self.case_done()
         return fields
 
     def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None, burst=False):
@@ -380,7 +417,13 @@ class Table:
             self.log = ClockLog(gpu["uuid"])
             if self.roof:
                 self.copy_gbps = self.report.copy_gbps()
-        measured = bench(providers, args.warmup if first else 0, args.rep, args.rounds, burst=burst)
+        names, steps = list(providers), iter(range(10**9))
+
+        def tell(index, what):
+            of = ", ".join(f"{key} {value:,}" if type(value) is int else str(value) for key, value in case.items())
+            share = min(next(steps) / (len(names) * (args.rounds + 1) + 1), 1)
+            self.progress(index, f"{names[index]}, {of}, {what}", len(names), share)
+        measured = bench(providers, args.warmup if first else 0, args.rep, args.rounds, burst=burst, tell=tell)
         rows = {}
         for name, times in measured.items():
             own = {"bytes": bytes, "flops": flops, "unit": unit, "baseline": self.baseline, "provider": name,
@@ -395,6 +438,7 @@ class Table:
             rows[name] = row
             self.rows.append(row)
             self.timed.append((row, windows, unit_))
+        self.case_done(len(names))
         return rows
 
     def _derive(self):
@@ -449,6 +493,7 @@ class Table:
                           *(f"- {note}" for note in self.notes)]).rstrip() + "\n"
 
     def __exit__(self, kind, error, trace):
+        progress()
         self._derive()
         if kind is None or (issubclass(kind, KeyboardInterrupt) and self.rows):  # what was measured so far
             self.report.tables.append(self)
@@ -466,6 +511,7 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message):
     """End the run on bad input: one line on standard error, status 2."""
+    progress()
     sys.stderr.write(f"{Path(sys.argv[0]).name}: {message}\n")
     raise SystemExit(2)
 
@@ -505,7 +551,7 @@ def parser(doc):
     p.add_argument("--device", type=whole(0, 1023), default=0, metavar="N", help="CUDA device (default 0)")
     p.add_argument("--seed", type=whole(0), default=0, help="seed of the random inputs (default 0)")
     p.add_argument("--save", action="store_true", help="write results/<gpu>/ (what `make all` does)")
-    p.add_argument("--plot", action="store_true", help="draw the tables as plots/*.svg (needs matplotlib)")
+    p.add_argument("--plot", action="store_true", help="draw plots/*.svg of the tables (needs matplotlib)")
     return p
 
 
@@ -533,18 +579,17 @@ class Report:
 
     def finish(self):
         """Draw with --plot; write results/<gpu>/<script>.json and .md with --save."""
-        if self.args.plot:
-            import report  # only here: it draws what any script measured
-            for table in self.tables:
-                report.plot(table.title, table.rows, ROOT / "plots" / f"{self.name}_{table.key}.svg")
-        if not self.args.save:
-            return
-        folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
         record = {"script": f"{self.name}.py", "time": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
                   "commit": commit(), "gpu": self.gpu, "versions": versions(),
                   "settings": {key: getattr(self.args, key) for key in ("warmup", "rep", "rounds")},
                   "seed": self.args.seed,
                   "tables": {t.key: {"title": t.title, "notes": t.notes, "rows": t.rows} for t in self.tables}}
+        if self.args.plot:
+            import compare  # only here: it draws what any script measured
+            compare.draw({self.name: record}, ROOT / "plots")
+        if not self.args.save:
+            return
+        folder = ROOT / "results" / re.sub(r"[^a-z0-9]+", "-", self.gpu["name"].lower()).strip("-")
         write(folder / f"{self.name}.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
         write(folder / f"{self.name}.md", "\n".join([f"# {self.name}", "", header(self.gpu), ""]
                                                     + [t.text() for t in self.tables]))
@@ -613,10 +658,8 @@ def start(p, narrowing=()):
         why = "--quick" if args.quick else f"--{narrowed[0].replace('_', '-')}" if narrowed else "no GPU to measure"
         p.error(f"--save writes full runs only, not together with {why}")
     if args.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            p.error("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        import compare
+        compare.pyplot()  # or one line that it is not there, before anything is measured
     gpu = None
     if torch.cuda.is_available():
         if args.device >= torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""What was measured, told: the README's tables from results/, and pictures of tables. Measures nothing, needs no GPU.
+"""What was measured, told: the README's tables from results/. Measures nothing, needs no GPU.
 
     python report.py            write the README's measured parts anew, from results/<gpu>/
     python report.py --check    end with status 1 where they differ from what the README holds
@@ -56,29 +56,6 @@ def measured(results, what):
 def readme(text, results):
     """The README with every measured part written anew."""
     return MARKED.sub(lambda m: f"{m.group(1)}{measured(results, m.group(2))}\n{m.group(3)}", text)
-
-
-def plot(title, rows, path):
-    """A table as one picture: its first growing size against its rate, one line a provider."""
-    import matplotlib
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    y = next((key for key in ("gbps", "tflops") if any(row.get(key) for row in rows)), None)
-    x = next((key for key in ("n_cols", "block_size", "n") if len({row.get(key) for row in rows}) > 2), None)
-    if not x or not y:
-        return
-    figure, axes = plt.subplots(figsize=(7, 4))
-    lines = {}
-    for row in rows:
-        label = " ".join(str(row[key]) for key in ("provider", "dtype", "precision") if row.get(key))
-        lines.setdefault(label, []).append((row[x], row[y]))
-    for (label, points), marker in zip(lines.items(), "osv^Dx+*<>phd" * 3):
-        axes.plot(*zip(*sorted(points)), marker=marker, label=label)
-    axes.set(xscale="log", xlabel=x, ylabel={"gbps": "GB/s", "tflops": "TFLOP/s"}[y], title=title, ylim=(0, None))
-    axes.legend(fontsize="small")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def main():

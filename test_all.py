@@ -3,7 +3,9 @@
 References are float64. Where a test needs what this machine has not, it is skipped with the reason.
 """
 import concurrent.futures
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import tempfile
 import types
 from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ ASKED = os.environ.get("TRITON_INTERPRET")  # what the scripts, run as processes
 import common  # noqa: E402  before triton: it chooses the interpreter where there is no GPU
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+
+import compare as comparing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 SCRIPTS = [path.stem for path in sorted(ROOT.glob("[0-9][0-9]_*.py"))]
@@ -815,12 +820,12 @@ def test_every_script_is_tested():
     assert SCRIPTS == sorted(set(TABLES) - {"counters", "card"})
 
 
-@processes([(script, "--help") for script in [*SCRIPTS, "counters", "report"]])
+@processes([(script, "--help") for script in [*SCRIPTS, "counters", "report", "compare"]])
 def test_help(process, outcome):
     done = outcome(process)
     assert done.returncode == 0 and not done.stderr
     for flag in ("--quick", "--rounds", "--warmup MS", "--rep MS", "--device", "--save", "--plot"):
-        assert flag in done.stdout or "report.py" in process.args
+        assert flag in done.stdout or process.args[0] in ("report.py", "compare.py")
 
 
 @processes([(script, "--quick") for script in SCRIPTS])
@@ -889,6 +894,277 @@ def test_a_wrong_kernel_ends_the_script(process, outcome):
     assert done.returncode not in (0, 2) and "###" not in done.stdout, done.stdout
 
 
+# ---------------------------------------------------------------- comparison, pictures, progress
+
+def timed(ms, spread=0.5, **fields):
+    return {"n": 8, "dtype": "bf16", "provider": "triton", "ms": ms, "spread_pct": spread} | fields
+
+
+@pytest.mark.parametrize("old, new, verdict, ratio", [
+    (timed(2.0), timed(1.0), "better", 2), (timed(1.0), timed(2.0), "worse", 0.5),
+    (timed(1.0), timed(1.0), "within noise", 1),
+    (timed(1.0, 3.0), timed(1.06, 4.0), "within noise", 1 / 1.06),   # 6% of 3 + 4
+    (timed(1.0, 3.0), timed(1.08, 4.0), "worse", 1 / 1.08),
+    (timed(1.0, 0.0), timed(1.009, 0.0), "within noise", 1 / 1.009),  # the floor
+    (timed(1.0, 0.0), timed(1.011, 0.0), "worse", 1 / 1.011),
+    (timed(1.0, None), timed(1.049, None), "within noise", 1 / 1.049),
+    ({"case": "copy roof", "gbps": 4000.0}, {"case": "copy roof", "gbps": 4400.0}, "better", 1.1),
+    ({"seconds": 1.0}, {"seconds": 1.2}, "within noise", 1 / 1.2), ({"seconds": 1.0}, {"seconds": 0.5}, "better", 2)])
+def test_a_verdict(old, new, verdict, ratio):
+    found, back = comparing.verdict(old, new), comparing.verdict(new, old)
+    assert (found["verdict"], found["ratio"]) == (verdict, pytest.approx(ratio))
+    assert back["verdict"] == {"better": "worse", "worse": "better"}.get(verdict, verdict), "symmetric"
+
+
+@pytest.mark.parametrize("new", [{"n": 8}, timed(None), timed(0), timed("fast"), timed(NAN), timed(INF), timed(True)])
+def test_what_is_not_timed_has_no_verdict(new):
+    assert comparing.verdict(timed(1.0), new) is None
+
+
+@pytest.mark.parametrize("old, new, pairs", [
+    # torch's kernel and the autotuner's config may change where the rest is unique
+    ([{"provider": "torch", "n_cols": 9, "kernel": "a"}, {"provider": "torch", "n_cols": 10, "kernel": "a"}],
+     [{"provider": "torch", "n_cols": 10, "kernel": "b"}, {"provider": "torch", "n_cols": 9, "kernel": "c"}],
+     [(0, 1), (1, 0)]),
+    ([timed(1.0, config="a", num_warps=4)], [timed(1.0, config="b", num_warps=8)], [(0, 0)]),
+    # several configs of one case: by their names alone
+    ([timed(1.0, config="a"), timed(1.0, config="b")], [timed(1.0, config="c"), timed(1.0, config="a")], [(0, 1)]),
+    # the warps tell rows apart whose kernel has changed
+    ([timed(1.0, kernel="a", num_warps=4), timed(1.0, kernel="a", num_warps=8)],
+     [timed(1.0, kernel="b", num_warps=8), timed(1.0, kernel="b", num_warps=4)], [(0, 1), (1, 0)]),
+    # 05's rows are of a kernel: another one is another row
+    ([{"kernel": "a", "regs": 1}], [{"kernel": "b", "regs": 1}], []),
+    # duplicates in order, and one that is left over
+    ([timed(1.0), timed(2.0)], [timed(3.0), timed(4.0), timed(5.0)], [(0, 0), (1, 1)])])
+def test_rows_are_paired_by_what_they_are_of(old, new, pairs):
+    found, *alone = comparing.paired(old, new)
+    assert [(id(a), id(b)) for a, b in found] == [(id(old[i]), id(new[j])) for i, j in pairs]
+    assert [len(side) for side in alone] == [len(old) - len(pairs), len(new) - len(pairs)]
+
+
+GPU_A = {"name": "NVIDIA H200", "driver": "1.0", "sms": 132, "power_limit_w": 700.0}
+
+
+def saved(folder, rows, script="03_matmul", table="vs_cublas", **conditions):
+    """A results file with one table."""
+    folder.mkdir(exist_ok=True)
+    record = {"script": f"{script}.py", "commit": "abc", "gpu": GPU_A, "versions": {"triton": "3.6.0"}, "tables": {
+        table: {"title": "", "notes": [], "rows": rows}}} | conditions
+    (folder / f"{script}.json").write_text(json.dumps(record))
+    return folder
+
+
+def compared(capsys, *arguments):
+    """(status, standard output, standard error) of compare.py."""
+    sys.argv[:] = ["compare.py", *map(str, arguments)]
+    with pytest.raises(SystemExit) as end:
+        comparing.main()
+    return end.value.code, *capsys.readouterr()
+
+
+@pytest.fixture(autouse=True)
+def argv(monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+
+
+def test_a_run_compared_with_itself_is_within_noise(capsys):
+    folder = ROOT / "results" / "nvidia-h200"
+    rows = sum(any(row.get(key) for key in ("ms", "seconds", "gbps")) for path in folder.glob("*.json") for table
+               in json.loads(path.read_text())["tables"].values() for row in table["rows"])
+    status, out, _ = compared(capsys, folder, folder, "--fail-slower", "0")
+    assert status == 0 and "The conditions are the same." in out and rows > 100
+    assert out.splitlines()[-1] == (f"0 better, 0 worse, {rows} within noise; 0 changes of what is not timed; "
+                                    "0 rows of one side only.")
+
+
+@pytest.mark.parametrize("limit, status", [([], 0), (["--fail-slower", "5"], 1), (["--fail-slower", "20"], 0)])
+def test_a_comparison_of_two_folders(tmp_path, capsys, limit, status):
+    old = saved(tmp_path / "a", [timed(1.0), timed(1.0, n=16), timed(1.0, 9.0, n=32), timed(1.0, n=64)])
+    new = saved(tmp_path / "b", [timed(1.1), timed(0.5, n=16), timed(1.1, 9.0, n=32), timed(1.0, n=128)],
+                gpu=GPU_A | {"driver": "2.0"})
+    found, out, _ = compared(capsys, old, new, *limit)
+    assert found == status
+    assert re.search(r"\| n 8, bf16, triton +\| 1.0000 ms \| 1.1000 ms \| 0.909 +\| 1.0 +\| worse ", out)
+    assert re.search(r"\| n 16, bf16, triton .* 2.000 .* better ", out)
+    assert re.search(r"\| n 32, bf16, triton .* 18.0 .* within noise ", out)
+    assert "- only in OLD: n 64, bf16, triton" in out and "- only in NEW: n 128, bf16, triton" in out
+    assert re.search(r"\| gpu.driver +\| 1.0 +\| 2.0 ", out) and "gpu.sms" not in out
+
+
+def test_a_comparison_of_compilers_needs_no_gpu(tmp_path, capsys):
+    """Two files of 05's --json, which have no script, commit or GPU."""
+    rows = [{"kernel": "matmul_kernel", "dtype": "bf16", "config": "c", "num_warps": 4, "regs": 100, "spills": 0},
+            {"kernel": "add_kernel", "dtype": "fp32", "config": "d", "num_warps": 4, "regs": 26, "spills": 0}]
+    for name, regs, version in (("old", 100, "3.6.0"), ("new", 112, "3.7.0")):
+        rows[0]["regs"] = regs
+        (tmp_path / f"{name}.json").write_text(json.dumps({"arch": 90, "versions": {"triton": version}, "tables": {
+            "resources": {"title": "", "notes": [], "rows": rows}}}))
+    status, out, _ = compared(capsys, tmp_path / "old.json", tmp_path / "new.json", "--fail-slower", "5")
+    assert status == 0 and re.search(r"matmul_kernel, .* \| regs +\| 100 +\| 112 +\| \+12 ", out)
+    assert "1 of 2 untimed rows are the same" in out and re.search(r"versions.triton +\| 3.6.0 +\| 3.7.0", out)
+
+
+@pytest.mark.parametrize("content", [None, "", '{"tables": {"x": {"rows": [{"n"', "[]", "{}", '{"tables": []}',
+                                     '{"tables": {"x": {}}}', '{"tables": {"x": {"rows": [1]}}}', "[" * 100_000])
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_file_that_is_no_result_gets_one_line(content, folder, tmp_path, capsys):
+    good = saved(tmp_path / "good", [timed(1.0)])
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    if content is not None:
+        (bad / "03_matmul.json").write_text(content)
+    given = (good, bad) if folder else (good / "03_matmul.json", bad / "03_matmul.json")
+    status, out, error = compared(capsys, *given)
+    assert (status, out, error.count("\n")) == (2, "", 1) and "two results folders" in error and str(bad) in error
+
+
+def test_what_cannot_be_compared_gets_one_line(tmp_path, capsys):
+    a, b = saved(tmp_path / "a", [timed(1.0)]), saved(tmp_path / "b", [timed(1.0)], "01_vector_add")
+    file = a / "03_matmul.json"
+    for given in ((a, b), (file, b / "01_vector_add.json"), (a, file), (a,), (), (a, a, a), ("--plots", file),
+                  *((a, a, "--fail-slower", wrong) for wrong in ("x", "-1", "nan"))):
+        status, out, error = compared(capsys, *given)
+        assert (status, out, error.count("\n")) == (2, "", 1), given
+
+
+def test_flops_and_bytes_of_the_roofline():
+    assert comparing.work({"m": 2, "n": 3, "k": 4, "flops": 48, "dtype": "bf16"}) == ("matmul", 48, 2 * (8 + 12 + 6))
+    assert comparing.work({"m": 2, "n": 3, "k": 4, "flops": 48, "dtype": "fp32"}) == ("matmul", 48, 4 * (8 + 12 + 6))
+    assert comparing.work({"n_rows": 2, "n_cols": 3, "bytes": 24}) == ("softmax", 30, 24)
+    assert comparing.work({"n": 10, "bytes": 120}) == ("vector add", 10, 120)
+    assert comparing.work({"case": "new process", "seconds": 1.0}) is None
+
+
+LABELS = {"01_vector_add_block_size": ["BLOCK_SIZE (elements a program)", "GB/s", "rated roof", "roof of a copy"],
+          "02_fused_softmax_widths": ["columns of a row", "GB/s", "rated roof", "roof of a copy", "262,144", "torch"],
+          "03_matmul_vs_cublas": ["TFLOP/s", "peak, at the clock", "16,384", "cublas"],
+          "04_autotune_configs": ["TFLOP/s", "picked", "128x256x64"],
+          "roofline": ["FLOP a byte", "TFLOP/s", "BF16 peak at", "a copy's bandwidth", "softmax 5", "matmul: Triton"]}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """The committed results, drawn anew."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    folder = tmp_path_factory.mktemp("pictures")
+    drawn = comparing.draw(comparing.load(ROOT / "results" / "nvidia-h200"), folder)
+    assert {path.stem for path in drawn} == set(LABELS) == set(comparing.PICTURES)
+    return folder
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_pictures(pictures, name):
+    """Each has its labels, units, GPU and versions; the committed one is what its results give."""
+    text = (pictures / f"{name}.svg").read_text()
+    words = " ".join("".join(node.itertext()).strip() for node in ElementTree.fromstring(text).iter()
+                     if node.tag.endswith("}text"))
+    for label in [*LABELS[name], "NVIDIA H200, driver", "triton 3.6.0"]:
+        assert label in words, label
+    kept = (ROOT / "results" / "nvidia-h200" / f"{name}.svg").read_text()
+    drawn_by = re.compile(r"Matplotlib v[0-9.]+")
+    if drawn_by.search(kept).group() == drawn_by.search(text).group():
+        assert kept == text, "out of date: make plots"
+
+
+def test_the_readme_s_pictures_are_there():
+    shown = re.findall(r"!\[.+?\]\((results/.+?\.svg)\)", (ROOT / "README.md").read_text())
+    assert len(shown) == 2 and all((ROOT / path).is_file() for path in shown)
+
+
+@pytest.mark.parametrize("rows", [[], [timed(1.0)], [timed(1.0, tflops=None)], [timed(1.0, tflops=3.0)]])
+def test_pictures_of_little(rows, tmp_path):
+    """No table, no rate, no peak, no roof: what can be drawn is."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    files = comparing.load(saved(tmp_path, rows, gpu={"name": "NVIDIA H20"}))
+    drawn = comparing.draw(files, tmp_path)
+    assert [path.stem for path in drawn] == (["03_matmul_vs_cublas"] if rows and rows[0].get("tflops") else [])
+
+
+def test_pictures_without_matplotlib_get_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, error = compared(capsys, "--plots")
+    assert (status, out, error.count("\n")) == (2, "", 1) and "-m pip install matplotlib" in error
+
+
+def test_plot_draws_a_run(report):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    report.args.plot, report.args.save = True, False
+    with report.table("block_size", "a title") as table:
+        table.time({"n": 5}, {"triton": None}, {"triton": {"block_size": 64}}, bytes=192_000_000)
+    report.finish()
+    drawn = sorted(str(path.relative_to(common.ROOT)) for path in common.ROOT.rglob("*.svg"))
+    assert drawn == ["plots/01_vector_add_block_size.svg", "plots/roofline.svg"]
+
+
+real_bench = common.bench
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(report, monkeypatch, capsys, terminal):
+    """On a terminal the row in hand, of how many, and the time left; elsewhere one line a table, and never more."""
+    monkeypatch.setattr(common, "bench", real_bench)
+    monkeypatch.setattr(triton.testing, "do_bench", lambda fn, **_: 1.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(seconds))
+    report.args.warmup, ours = 0, lambda: None
+
+    def measure():
+        with report.table("providers", "a title", cases=2) as table:
+            for n in (5000, 6000):
+                table.time({"n": n}, {"triton": ours, "torch": ours}, bytes=192_000_000)
+        with report.table("first_launch", "another", cases=2) as table:
+            table.row(case="a", seconds=1.0)
+            table.row(case="b", seconds=1.0)
+    lines = "[01_vector_add] providers\n[01_vector_add] first_launch\n"
+    if not terminal:
+        measure()
+        assert capsys.readouterr().err == lines
+        return
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((120, 5)))
+    master, slave = os.openpty()
+    os.set_blocking(master, False)
+    shown = ""
+
+    class Stream(io.TextIOWrapper):
+        def flush(self):                                     # a terminal keeps few bytes that nobody reads
+            nonlocal shown
+            super().flush()
+            with contextlib.suppress(BlockingIOError):
+                shown += os.read(master, 2**16).decode()
+    with Stream(os.fdopen(slave, "wb"), write_through=True) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        measure()
+        stream.flush()
+    os.close(master)
+    for text in ("providers: preparing case 1 of 2", "row 1 of 4: triton, n 5,000, first call", "row 3 of 4, about",
+                 "first_launch: row 2 of 2, about 1 s left: preparing"):
+        assert text in shown, text
+    left = [int(s) for s in re.findall(r"row \d of 4, about (\d+) s left: \w+, n [56],000, round \d", shown)]
+    assert len(left) == 12 and left[-1] <= 2
+    screen = [line.rsplit("\033[K", 1)[-1] for line in shown.split("\r\n")]  # what is left of each line
+    assert screen == [*lines.splitlines(), ""]
+    printed = capsys.readouterr().out
+    assert "row 1 of" not in printed and "\033" not in printed and "### providers: a title" in printed
+
+
+def test_progress_is_cut_at_the_terminal_s_edge(monkeypatch):
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((20, 5)))
+    stream = types.SimpleNamespace(isatty=lambda: True, fileno=lambda: 2, text="", flush=lambda: None)
+    stream.write = lambda text: setattr(stream, "text", stream.text + text)
+    monkeypatch.setattr(sys, "stderr", stream)
+    common.progress("x" * 100)
+    assert stream.text == "\r\033[K" + "x" * 19
+
+
+def test_make_compare_without_its_folders_gets_one_line(tmp_path):
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    for given in ([], ["OLD=results/a"], ["NEW=results/b"]):
+        done = make("compare", *given, cwd=tmp_path)
+        assert done.returncode == 2 and not done.stdout and "OLD=results/a NEW=results/b" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 # ---------------------------------------------------------------- make
 
 def make(*arguments, cwd, **env):
@@ -909,7 +1185,7 @@ def steps(tmp_path):
 def test_make_alone_lists_its_targets(steps):
     done = make("PYTHON=/nowhere/python", cwd=steps)
     assert done.returncode == 0 and "make 02       What does 02_b do?" in done.stdout
-    for target in ("all", "NN", "quick", "ncu", "test", "clean"):
+    for target in ("all", "NN", "quick", "ncu", "compare", "plots", "test", "clean"):
         assert re.search(rf"^make {target} ", done.stdout, re.M)
 
 
