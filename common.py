@@ -27,6 +27,8 @@ from pathlib import Path
 
 import torch
 
+# Before triton is imported. FMAs as in every release up to 3.9, which warns that the next will make none.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported; 05, which compiles, sets "0"
 import tabulate
@@ -415,7 +417,7 @@ COLUMNS = {
     "graph_ms": ".4f", "launch_us": ".1f", "burst_ms": ".4f", "burst_ratio": ".3f", "burst_mhz": ".0f",
     "loop_ms": ".4f", "ncu_ms": ".4f", "gbps": ",.1f", "tflops": ".1f", "pct_rated": ".1f", "pct_copy": ".1f",
     "pct_peak": ".1f", "ratio": ".3f", "spread_pct": ".1f", "sm_mhz": ".0f", "mem_mhz": ".0f", "power_w": ".0f",
-    "throttle": "", "regs": "", "spills": "", "shared_bytes": ",", "load_bits": "", "rel_error": ".2e",
+    "throttle": "", "regs": "", "sgprs": "", "spills": "", "shared_bytes": ",", "load_bits": "", "rel_error": ".2e",
     "mcycles": ".2f",
     "dram_read_gb": ".3f", "dram_write_gb": ".3f", "l2_hit_pct": ".1f", "pick": "", "best": "", "gap_pct": ".1f",
     "searches": "", "value": "", "mark": "",

@@ -1913,6 +1913,17 @@ def only(rows, key, **match):
     return values.pop()
 
 
+@pytest.mark.parametrize("arch, instruction", [("100", "tcgen05.mma"), ("90", "wgmma.mma_async"), ("gfx942", "v_mfma"),
+                                               ("gfx1100", "v_wmma")])
+def test_each_maker_s_matrix_instructions_give_the_flops(arch, instruction, tmp_path):
+    path = tmp_path / "tables.json"
+    done = run("05_inspect_ir.py", "--arch", arch, "--kernel", "matmul_kernel", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads(path.read_text())["tables"]["loop"]["rows"]
+            if row["dtype"] == "bf16" and row["instruction"].startswith(instruction)]
+    assert rows and all(row["ratio"] == 1 for row in rows if row.get("ratio"))
+
+
 def test_arch_89_stages(arch_89):
     assert only(arch_89["stages"], "lines", kernel="matmul_kernel", stage="ttir") == 210
 
