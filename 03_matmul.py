@@ -217,7 +217,8 @@ def framed(x, pad=3):
 
 def verify(a, b, precision="tf32", config=None):
     """matmul(a, b) against float64 on an output of NaN, nothing written beside it. The tolerance for randn: operands
-    rounded, summed over K as a random walk; each partial sum, up to sqrt(K) large, rounded."""
+    rounded, summed over K as a random walk; a partial sum, up to 5 sqrt(K), truncated by tensor cores after each of
+    3K/8 instructions ("tf32x3" and "bf16x6"; others take fewer)."""
     m, n, k = a.shape[0], b.shape[1], a.shape[1]
     room = torch.full((m + 2, n + 3), float("nan"), dtype=a.dtype, device=a.device)
     out = room[1:m + 1, 1:n + 1]
@@ -225,7 +226,7 @@ def verify(a, b, precision="tf32", config=None):
     unit = ROUNDING[precision] if a.dtype == torch.float32 else 0
     what = f"matmul {m} x {n} x {k}, {a.dtype}, {precision}, {config and config_name(config)}"
     torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=torch.finfo(a.dtype).eps + 2 * unit,
-                               atol=16 * unit * k**0.5 + 2**-21 * k + 2**-24, msg=lambda text: f"{what}: {text}")
+                               atol=16 * unit * k**0.5 + 2**-22 * k**1.5 + 2**-24, msg=lambda text: f"{what}: {text}")
     assert room.isnan().sum() == room.numel() - m * n, f"{what} wrote outside of its output"
 
 

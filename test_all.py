@@ -232,8 +232,8 @@ UNIT_ROUNDOFF = {"tf32": 2**-10, "tf32x3": 2**-20, "ieee": 0, "bf16x3": 2**-14, 
 
 
 def check_matmul(a, b, precision="tf32", config=product.ANY):
-    """matmul(a, b) against float64: the inputs' rounding, summed over K as a random walk; that of the partial sums, up
-    to sqrt(K) large; the output's.
+    """matmul(a, b) against float64: the inputs' rounding, summed over K as a random walk; that of the partial sums
+    (03's verify says how much); the output's.
 
     With one config: a search for each shape would take most of the tests' time."""
     (m, k), n = a.shape, b.shape[1]
@@ -243,7 +243,7 @@ def check_matmul(a, b, precision="tf32", config=product.ANY):
     unit = UNIT_ROUNDOFF[precision] if a.dtype == torch.float32 else 0
     rtol = {torch.float32: 2**-22, torch.float16: 2**-11, torch.bfloat16: 2**-8}[a.dtype]
     torch.testing.assert_close(result.double(), a.double() @ b.double(), rtol=rtol + 2 * unit,
-                               atol=16 * unit * k**0.5 + 2**-21 * k + 2**-24)
+                               atol=16 * unit * k**0.5 + 2**-22 * k**1.5 + 2**-24)
 
 
 SHAPES = [(1, 1, 1), (1, 1, 64), (1, 128, 16), (128, 1, 16), (1, 300, 70), (300, 1, 70), (16, 16, 16), (33, 65, 17),
@@ -1273,10 +1273,12 @@ def test_matmul_past_2_31_rows(m, k, n):
 
 @needs_gpu
 def test_matmul_of_a_sum_past_2_31():
+    """Few ones among zeros: FP32 holds no count of 2^31 ones, added to it 16 at a time."""
     k = 2**31 - 1
-    one = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16)
-    result = product.matmul(one.expand(1, k), one.expand(k, 1), config=product.cfg(16, 16, 256, 3, 4))
-    assert result.item() == 2**31
+    b = torch.zeros(k, 1, device="cuda", dtype=torch.bfloat16)
+    b[::2**25 - 1], b[-1] = 1, 1
+    result = product.matmul(torch.ones_like(b[:1]).expand(1, k), b, config=product.cfg(16, 16, 512, 3, 4))
+    assert result.item() == b.count_nonzero() == 66
 
 
 @needs_gpu
@@ -1420,7 +1422,7 @@ except ImportError:
     hypothesis = None
 SPECIAL = (0.0, -0.0, INF, -INF, NAN, 1e-40, 6e4, -6e4)
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
-CASES = 400 if GPU else 150  # a property
+CASES = 120 if GPU else 150  # a property; with a GPU nearly every case is compiled
 
 
 def given(**strategies):
@@ -1492,6 +1494,8 @@ def close_product(result, a, b, precision):
     a, b, unit = a.double(), b.double(), UNIT_ROUNDOFF[precision] if result.dtype == torch.float32 else 0
     reference, terms = a @ b, torch.nan_to_num(a, 0, 0, 0).abs() @ torch.nan_to_num(b, 0, 0, 0).abs()
     slack = (2 * unit + 2**-23 * (a.shape[1] + 2)) * terms + torch.finfo(result.dtype).eps * reference.abs() + 2**-24
+    over = result.isinf() & (reference.abs() + slack > torch.finfo(result.dtype).max)  # fp16 ends at 65,504
+    reference = torch.where(over, reference.sign() * INF, reference)
     finite = reference.isfinite()
     wrong = torch.where(finite, (result.double() - reference).abs() > slack, ~torch.isclose(
         result.double(), reference, equal_nan=True)) | (finite & ~result.isfinite())

@@ -467,7 +467,7 @@ def agrees(out, room, a, b, what, unit=0):
     """out against float64, as in 03's verify; unit: the relative rounding of an FP32 operand."""
     (m, n), k = out.shape, a.shape[1]
     torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=torch.finfo(a.dtype).eps + 2 * unit,
-                               atol=16 * unit * k**0.5 + 2**-21 * k + 2**-24, msg=lambda text: f"{what}: {text}")
+                               atol=16 * unit * k**0.5 + 2**-22 * k**1.5 + 2**-24, msg=lambda text: f"{what}: {text}")
     assert room.isnan().sum() == room.numel() - m * n, f"{what} wrote outside of its output"
 
 
