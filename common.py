@@ -394,9 +394,14 @@ def apart(x, out, elementwise):
     elementwise: x may be out itself, since each element is read before it is written."""
     if elementwise and (x.data_ptr(), x.stride()) == (out.data_ptr(), out.stride()):
         return x
-    (low, high), (start, end) = ((t.data_ptr(), t.data_ptr() + t.element_size() * (1 + sum(
-        (size - 1) * stride for size, stride in zip(t.shape, t.stride())))) for t in (x, out))
-    return x.clone() if low < end and start < high else x
+    low, start = x.data_ptr(), out.data_ptr()
+    return x.clone() if low < start + extent(out) and start < low + extent(x) else x
+
+
+def extent(x):
+    """Bytes from the first element of a tensor to the end of its last."""
+    last = x.numel() - 1 if x.is_contiguous() else sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.element_size() * (1 + last)
 
 
 # ---------------------------------------------------------------- tables

@@ -416,21 +416,25 @@ def test_s2_s_configs_win_wrongly_and_the_cures_are_right():
     assert list(found.values()) == ["4 of 4 rows wrong", None, None]
 
 
-def test_a_search_abandons_the_slow_and_times_the_near_in_turn(monkeypatch):
-    """A drifting clock makes everything half as fast from the third config on: the pick must not change for it."""
+@pytest.mark.parametrize("scale", [1.0, 0.01])   # ms: the launches of small kernels are timed in a CUDA graph
+def test_a_search_abandons_the_slow_and_times_the_near_in_turn(scale, monkeypatch):
+    """A clock that drifts makes everything slower from the third config on: the pick must not change for it."""
     now, calls = {"factor": 1.0}, []
-    monkeypatch.setattr(triton.testing, "do_bench", lambda fn, warmup, rep, return_mode: calls.append((fn(), rep)) or (
-        fn() * now["factor"]))
+
+    def timed(fn, warmup=0, rep=0, return_mode=None):
+        calls.append((round(fn() / scale, 6), rep))
+        return fn() * now["factor"]
+    monkeypatch.setattr(triton.testing, "do_bench", timed)
+    monkeypatch.setattr(triton.testing, "do_bench_cudagraph", lambda fn, rep, return_mode: timed(fn, rep=10 * rep))
     search, results = tuning.Search(None), []
-    for index, ms in enumerate((1.0, 3.0, 1.1, 0.9)):
-        now["factor"] = 2.0 if index == 2 else 1.0
-        if index == 2:
-            search.HOPELESS = 3                    # its first look is at the slower clock, too
-        results.append(search.bench(lambda ms=ms: ms, (0.5, 0.2, 0.8))[0])
-        if index == 1:
-            assert calls[-1] == (3.0, 5)           # five milliseconds, and no more
-    assert results == pytest.approx([1.0, 3.0, 1.1, 0.9])
-    assert search.best[1] == pytest.approx(0.9) and search.timed == 4
+    for index, ms in enumerate((1.0, 3.0, 1.1, 1.03, 0.9)):
+        now["factor"] = 1.04 if index >= 2 else 1.0
+        calls.clear()
+        results.append(search.bench(lambda ms=ms: ms * scale, (0.5, 0.2, 0.8))[0] / scale)
+        windows = [rep for one, rep in calls if one == ms]
+        assert windows == [[5, 100], [5], [5, 20, 20], [5, 20, 20, 100, 100], [5, 20, 20, 100, 100]][index]
+    assert results == pytest.approx([1.0, 3.0, 1.1, 1.03, 0.9])
+    assert search.best[1] == pytest.approx(0.9 * scale) and search.timed == 5 and search.small == (scale < 1)
 
 
 @needs_gpu
