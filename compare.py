@@ -278,14 +278,16 @@ def by_dtype(plt, rows):
 
 
 def widths(plt, files):
-    rows = rows_of(files, "02_fused_softmax", "widths", "n_cols", "gbps")
+    rows = rows_of(files, "02_fused_softmax", "widths", "n_cols", "gbps") + [
+        row | {"provider": "triton, split (06)"} for row in rows_of(files, "06_split_softmax", "wide", "n_cols", "gbps")
+        if row.get("provider") == "triton"]
     if rows:
         figure, panels = by_dtype(plt, rows)
         for axes, dtype, own in panels:
             lines(axes, own, "n_cols", "gbps")
             roofs(axes, rows)
             axes.set(xlabel="columns of a row (elements)", title=f"softmax, {dtype}")
-        return finished(figure), "02_fused_softmax", ""
+        return finished(figure), min(files.keys() & {"02_fused_softmax", "06_split_softmax"}), ""
 
 
 def vs_cublas(plt, files):

@@ -22,7 +22,7 @@ from functools import partial, reduce
 from importlib import import_module
 from typing import NamedTuple
 
-os.environ["TRITON_INTERPRET"] = "0"  # before common: no interpreter runs Gluon; without a GPU it is compiled
+asked, os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET"), "0"  # no interpreter runs Gluon
 import torch  # noqa: E402
 
 import common  # noqa: E402
@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # no
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 narrow = import_module("02_fused_softmax")
-
+common.INTERPRETED |= asked == "1"                        # nothing is timed then, and kernels are compiled
 LOG2E = gl.constexpr(1.4426950408889634)
 LAYOUT = gl.NVMMASharedLayout(0, 64, rank=2)             # a row's bytes as they come, in elements of 8
 
@@ -249,13 +249,13 @@ def launch(plan, x, out):
 def split_softmax(x, out=None):
     """Softmax of each row of a 2-D tensor, as torch.softmax(x, dim=-1); forward only, fp32 arithmetic.
 
-    x, out, errors: as 02's softmax, which takes what this kernel does not: narrow rows, rows that begin or end at no
-    multiple of 16 bytes, GPUs without TMA.
+    x, out, errors: as 02's softmax, which does what `pick` declines.
     """
-    if isinstance(x, torch.Tensor) and x.is_cuda and x.dim() == 2 and x.dtype in common.DTYPES.values() and len(x):
+    common.operands("softmax", common.DTYPES.values(), x=x, out=x if out is None else out)
+    if x.is_cuda and x.dim() == 2 and len(x):
         new = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        if isinstance(new, torch.Tensor) and (plan := pick(x, new)):
-            launch(plan, x, new)
+        if plan := pick(x, new):                           # rows of new then share no memory
+            launch(plan, common.apart(x, new, elementwise=True), new)
             return new
     return narrow.softmax(x, out)
 
