@@ -1,7 +1,7 @@
 # Bare `make` lists the targets.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help all quick ncu compare plots test clean
+.PHONY: help all quick ncu sanitize compare plots test clean
 SHELL := bash
 
 SCRIPTS := $(sort $(wildcard [0-9][0-9]_*.py))
@@ -40,7 +40,7 @@ $(error make compare OLD=results/a NEW=results/b: two results folders, or two fi
 endif
 endif
 
-ifneq ($(filter all quick ncu compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
+ifneq ($(filter all quick ncu sanitize compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
 NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest hypothesis)
 ifeq ($(origin PYTHON),file)
 MISSING := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
@@ -67,6 +67,7 @@ help:
 	@$(foreach script,$(SCRIPTS),echo "  make $(firstword $(subst _, ,$(script)))       $$(head -n 1 $(script) | tr -d '"')";)
 	@echo "make quick    every step as a smoke run: short windows, nothing saved"
 	@echo "make ncu      DRAM counters of the matmul, with Nsight Compute; saves results/<gpu>/counters.json"
+	@echo "make sanitize   every kernel under compute-sanitizer: memory, initialization, races; saves sanitize.json there"
 	@echo "make compare OLD=results/a NEW=results/b   two runs, row by row: better, worse or within noise"
 	@echo "make plots    SVGs from results/, beside its tables; measures nothing, needs matplotlib"
 	@echo "make test     the tests"
@@ -89,6 +90,9 @@ $(NUMBERS): $(READY)
 
 ncu: $(READY)
 	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) counters.py $$save
+
+sanitize: $(READY)
+	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) sanitize.py $$save
 
 compare: $(READY)
 	@$(PYTHON) compare.py "$(OLD)" "$(NEW)" $(ARGS)
