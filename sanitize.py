@@ -207,8 +207,8 @@ def examine(tool, args):
 def sanitize(report):
     """Prints the table; True where all is well."""
     if shutil.which("compute-sanitizer") is None:
-        common.fail("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit, and by itself in its package "
-                    "cuda-sanitizer-<version> or in pip's nvidia-cuda-sanitizer-api")
+        common.fail("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit, and by itself as package "
+                    "cuda-sanitizer-<version> or pip's nvidia-cuda-sanitizer-api")
     print("[sanitize] compiling every kernel", file=sys.stderr, flush=True)
     text, status = process(report.args, names=list(CASES), compile_only=True)
     if status:
