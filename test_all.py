@@ -1856,7 +1856,7 @@ SANITIZER = r"""tool=$2; for code; do :; done
 fault=$(echo "$code" | sed -n "s/.*\['\(planted.*\)'\].*/\1/p")
 echo "========= COMPUTE-SANITIZER"
 if [ "$fault" ]; then echo "[case] $fault: 1"; else echo "$CASES"; fi
-say() { echo "========= $1"; echo "=========     at ${2}_kernel+0x110 in x.py:7"; echo "=========     by thread (0,0,0)"; }
+say() { printf "========= %s\n=========     at %s_kernel+0x110 in x.py:7\n=========     by thread 0\n" "$1" "$2"; }
 summary() {
   if [ $tool = racecheck ]; then echo "========= RACECHECK SUMMARY: $1 hazards displayed ($1 errors, 0 warnings)"
   else echo "========= ERROR SUMMARY: $1 errors"; fi; }
