@@ -137,6 +137,7 @@ PLANTED = {"memcheck": ("planted: 24 floats read past the end", partial(read, la
 # ---------------------------------------------------------------- the tools
 
 MARK = "[case] "
+MEMCHECK = ["--padding", "65536", "--report-api-errors", "no"]
 
 
 def launch(device, seed, names, compile_only=False):
@@ -163,9 +164,10 @@ def process(args, *command, names, **options):
 
 def command(tool):
     # application-only: not ptxas and its like. kernel: after an error the launches that follow still run. padding:
-    # what is read far past the end of one allocation is not the next one's.
+    # what is read far past the end of one allocation is not the next one's. api-errors: those that PyTorch asks for
+    # on purpose; a launch that fails ends the process.
     return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--target-processes", "application-only",
-            "--destroy-on-device-error", "kernel", *(["--padding", "65536"] if tool == "memcheck" else []),
+            "--destroy-on-device-error", "kernel", *(MEMCHECK if tool == "memcheck" else []),
             *(option for name in KERNELS for option in ("--kernel-name", f"kernel_name={name}"))]
 
 
