@@ -33,7 +33,9 @@ ROOT = Path(__file__).resolve().parent
 SCRIPTS = [path.stem for path in sorted(ROOT.glob("[0-9][0-9]_*.py"))]
 DEVICE = common.device()
 GPU = DEVICE == "cuda"
+TMA = GPU and torch.cuda.get_device_capability()[0] >= 9
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+needs_tma = pytest.mark.skipif(not TMA, reason="needs a GPU of compute capability 9.0 or newer")
 without_gpu = pytest.mark.skipif(GPU, reason="what a machine without a GPU answers")
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not GPU, reason="no interpreter runs bf16"))
 NAN, INF = float("nan"), float("inf")
@@ -416,21 +418,25 @@ def test_s2_s_configs_win_wrongly_and_the_cures_are_right():
     assert list(found.values()) == ["4 of 4 rows wrong", None, None]
 
 
-def test_a_search_abandons_the_slow_and_times_the_near_in_turn(monkeypatch):
-    """A drifting clock makes everything half as fast from the third config on: the pick must not change for it."""
+@pytest.mark.parametrize("scale", [1.0, 0.01])   # ms: the launches of small kernels are timed in a CUDA graph
+def test_a_search_abandons_the_slow_and_times_the_near_in_turn(scale, monkeypatch):
+    """A clock that drifts makes everything slower from the third config on: the pick must not change for it."""
     now, calls = {"factor": 1.0}, []
-    monkeypatch.setattr(triton.testing, "do_bench", lambda fn, warmup, rep, return_mode: calls.append((fn(), rep)) or (
-        fn() * now["factor"]))
+
+    def timed(fn, warmup=0, rep=0, return_mode=None):
+        calls.append((round(fn() / scale, 6), rep))
+        return fn() * now["factor"]
+    monkeypatch.setattr(triton.testing, "do_bench", timed)
+    monkeypatch.setattr(triton.testing, "do_bench_cudagraph", lambda fn, rep, return_mode: timed(fn, rep=10 * rep))
     search, results = tuning.Search(None), []
-    for index, ms in enumerate((1.0, 3.0, 1.1, 0.9)):
-        now["factor"] = 2.0 if index == 2 else 1.0
-        if index == 2:
-            search.HOPELESS = 3                    # its first look is at the slower clock, too
-        results.append(search.bench(lambda ms=ms: ms, (0.5, 0.2, 0.8))[0])
-        if index == 1:
-            assert calls[-1] == (3.0, 5)           # five milliseconds, and no more
-    assert results == pytest.approx([1.0, 3.0, 1.1, 0.9])
-    assert search.best[1] == pytest.approx(0.9) and search.timed == 4
+    for index, ms in enumerate((1.0, 3.0, 1.1, 1.03, 0.9)):
+        now["factor"] = 1.04 if index >= 2 else 1.0
+        calls.clear()
+        results.append(search.bench(lambda ms=ms: ms * scale, (0.5, 0.2, 0.8))[0] / scale)
+        windows = [rep for one, rep in calls if one == ms]
+        assert windows == [[5, 100], [5], [5, 20, 20], [5, 20, 20, 100, 100], [5, 20, 20, 100, 100]][index]
+    assert results == pytest.approx([1.0, 3.0, 1.1, 1.03, 0.9])
+    assert search.best[1] == pytest.approx(0.9 * scale) and search.timed == 5 and search.small == (scale < 1)
 
 
 @needs_gpu
@@ -708,11 +714,12 @@ TABLES = {
     "03_matmul": {"vs_cublas", "grouping", "data", "fp32_precision"},
     "04_autotune": {"configs", "cost", "picks", "softmax"},
     "05_inspect_ir": {"stages", "layouts", "loop", "resources"},
+    "06_split_softmax": {"wide"},
     "counters": {"grouping", "kernels"},
     "card": {"card"},
     "sanitize": {"sanitize"},
 }
-NOT_YET = {"counters": {"kernels"}}  # tables younger than the last full run
+NOT_YET = {"06_split_softmax": {"wide"}}  # tables younger than the last full run
 
 
 def problems(record, name):
@@ -844,7 +851,9 @@ FLAGS = {"01_vector_add": ["--n 0", "--n -5", "--n abc", "--n 1.5", "--block-siz
          "02_fused_softmax": ["--n-cols 0", "--n-cols -5", "--n-cols abc", "--dtype fp8"],
          "03_matmul": ["--n 0", "--n -5", "--n abc", "--dtype fp8"],
          "04_autotune": ["--n 0", "--n 1000", "--n abc"],
-         "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing"]}
+         "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing"],
+         "06_split_softmax": ["--n-cols 0", "--n-cols abc", "--dtype fp8", "--soak 0", "--soak abc", "--save --soak 5",
+                              *([] if GPU else ["--soak 5"])]}
 WRONG = [(script, flags) for script in SCRIPTS for flags in (
     "--rounds 0", "--warmup -1", "--rep 0", "--device 99", "--nothing", "--save --quick", *FLAGS[script],
     *([] if GPU else ["--save", "--device 1"]))]
@@ -862,7 +871,8 @@ def test_wrong_flags_get_one_line(process, outcome):
 
 @needs_gpu
 @processes([("01_vector_add", "--n 100000000000"), ("02_fused_softmax", "--n-cols 100000000000"),
-            ("03_matmul", "--n 10000000"), ("04_autotune", "--n 131072")])
+            ("03_matmul", "--n 10000000"), ("04_autotune", "--n 131072"),
+            ("06_split_softmax", "--n-cols 100000000000")])
 def test_what_does_not_fit_is_refused_with_its_bytes(process, outcome):
     done = outcome(process)
     assert refused(done) and re.search(r"needs [0-9,]{12,} bytes .* [0-9,]+ bytes are free", done.stderr), done.stderr
@@ -890,7 +900,13 @@ def planted(script, right, wrong):
     ("03_matmul", "group_m = min(num_pid_m - first_m, GROUP_M)", "group_m = GROUP_M"),
     ("03_matmul", "a_mask = rk[None, :] < K - k * BLOCK_K", "a_mask = rk[None, :] < K"),
     ("03_matmul", "pid_m = first_m +", "pid_m = 0 * first_m +"),
-    ("03_matmul", "pid_n = (pid", "pid_n = 0 * (pid")]])
+    ("03_matmul", "pid_n = (pid", "pid_n = 0 * (pid"),
+    *([("06_split_softmax", "gl.where(first + c * CHUNK + vecs < end, x,", "gl.where(first + vecs < end, x,"),
+       ("06_split_softmax", "gl.sum(totals * exp2((tops - shift) * LOG2E), 0)", "gl.sum(totals, 0)"),
+       ("06_split_softmax", "exp2((owns[0] - shift) * LOG2E) / ", "1 / "),
+       ("06_split_softmax", "first = segment * length", "first = 0 * length"),
+       ("06_split_softmax", "(old & 7) * (SPLIT * 2), peeked, old)", "(old & 7) * (SPLIT * 2), peeked, tag)"),
+       ] if TMA else [])]])  # nothing but a GPU runs Gluon
 def test_a_wrong_kernel_ends_the_script(process, outcome):
     """Every mistake planted in a kernel is found by its script's own check, before anything is timed."""
     done = outcome(process)
@@ -1081,6 +1097,16 @@ def test_pictures_of_little(rows, tmp_path):
     files = comparing.load(saved(tmp_path, rows, gpu={"name": "NVIDIA H20"}))
     drawn = comparing.draw(files, tmp_path)
     assert [path.stem for path in drawn] == (["03_matmul_vs_cublas"] if rows and rows[0].get("tflops") else [])
+
+
+def test_06_joins_the_picture_of_02(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    wide = [timed(1.0, provider=name, n_cols=n_cols, gbps=4.0) for name in ("triton", "torch") for n_cols in (64, 128)]
+    files = comparing.load(saved(tmp_path, wide, "06_split_softmax", "wide"))
+    for _ in range(2):                                       # alone, as --plot draws it, and beside 02
+        drawn = next(path for path in comparing.draw(files, tmp_path) if path.stem == "02_fused_softmax_widths")
+        assert drawn.read_text().count("triton, split (06)") and "torch" not in drawn.read_text()
+        files |= comparing.load(saved(tmp_path / "02", [timed(1.0, n_cols=64, gbps=1.0)], "02_fused_softmax", "widths"))
 
 
 def test_pictures_without_matplotlib_get_one_line(monkeypatch, capsys):
@@ -1761,6 +1787,8 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python 05_inspect_ir.py --quick --kernel add_kernel > /dev/full", {}, 2, "standard output: No space left"),
     ("python 05_inspect_ir.py --stage ptx > /dev/full", {}, 2, "standard output: No space left"),
     ("python 02_fused_softmax.py --quick > /dev/full", {}, 2, "standard output: No space left"),
+    ("python 06_split_softmax.py --quick > /dev/full", {}, 2, "standard output: No space left"),
+    ("python 06_split_softmax.py --quick", {"TRITON_CACHE_DIR": BLOCKED}, 2, "set TRITON_CACHE_DIR"),
     (f"python 05_inspect_ir.py --kernel add_kernel --dump {BLOCKED}", {}, 2, "cannot write .*Not a directory"),
     (f"python 05_inspect_ir.py --quick --kernel add_kernel --json {BLOCKED}", {}, 2, "cannot write"),
     ("python 05_inspect_ir.py --quick --kernel add_kernel", {"TRITON_CACHE_DIR": BLOCKED}, 2,
@@ -1958,6 +1986,290 @@ def test_an_index_without_triton_gets_one_line(capsys):
     with pytest.raises(SystemExit) as end:
         importlib.import_module("versions").chosen("ERROR: No matching distribution found for triton")
     assert end.value.code == 2 and capsys.readouterr().err.endswith("No matching distribution found for triton\n")
+# ---------------------------------------------------------------- 06
+
+import triton.experimental.gluon  # noqa: E402, F401  before 06, since it cannot be imported once that has been
+with pytest.MonkeyPatch.context() as patched:  # turned the interpreter off, which is for itself alone
+    patched.setenv("TRITON_INTERPRET", str(int(common.INTERPRETED)))
+    split = importlib.import_module("06_split_softmax")
+PLANS = [(size, limit, plan) for size, picks in split.PICKS.items() for limit, plan in picks]
+
+
+def check_split(x):
+    out = poisoned(x)
+    assert split.split_softmax(x, out=out) is out
+    fused.close(out, x)
+    assert torch.equal(split.split_softmax(x).nan_to_num(2), out.nan_to_num(2)), "the same bits in every launch"
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 8192), (1, 1), (3, 5), (2, 4096), (2, 4104)])
+def test_split_softmax_of_narrow_and_no_rows(shape):
+    check_split(randn(*shape))
+
+
+@needs_tma
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("n_cols", [4097, 4104, 5000, 8191, 8192, 8200, 15_000, 16_376, 16_384, 16_385, 16_392, 32_760,
+                                    32_768, 32_776, 50_000, 65_536, 65_537, 65_544, 100_000, 131_064, 151_936, 262_144,
+                                    262_145, 262_152, 524_280, 1_000_008, 2**21, 2**21 + 8])
+def test_split_softmax(n_cols, dtype):
+    for n_rows in (1, 2, 67):
+        check_split(fused.sample(n_rows, n_cols, dtype))
+
+
+@needs_tma
+@pytest.mark.parametrize("n_rows", [131, 132, 133, 263, 264, 265, 1057])
+def test_split_softmax_many_rows(n_rows):
+    """Beside the number of programs, and of rows that a mailbox holds."""
+    for n_cols in (8192, 20_000, 40_000):
+        check_split(fused.sample(n_rows, n_cols, torch.float16))
+
+
+@needs_tma
+@pytest.mark.parametrize("size, limit, plan", [
+    *PLANS, *((4, 2**13, split.Plan(8, 2**14, 8, 2, lag)) for lag in (0, 2, 3)),
+    (2, 2**16, split.Plan(8, 2**14, 8, 2, 0)), (4, 2**17, split.Plan(32, 2**13, 8, 2, 1, ".cs")),
+    (2, 2**15, split.Plan(2, 2**14, 8, 1))], ids=str)
+def test_every_plan_at_any_width(size, limit, plan):
+    """Where most segments are short or empty, too; from 1 row to more than a group of programs has slots for."""
+    gpu, dtype = torch.cuda.get_device_properties(0), torch.float16 if size == 2 else torch.float32
+    vec, ran = 16 // size, 0
+    for n_cols in (vec, 8 * vec, 1000, limit // 2 + vec, limit - 8 * vec, limit - vec, limit):
+        if geometry := split.geometry(plan, n_cols, size, gpu):
+            for n_rows in (1, geometry[0], 9 * geometry[0] + 1):
+                x = fused.sample(n_rows, n_cols, dtype)
+                split.launch(plan, x, out := poisoned(x))
+                fused.close(out, x)
+                ran += 1
+    assert ran or geometry is None
+
+
+@needs_tma
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_split_softmax_of_infinities_and_nan(dtype):
+    for n_cols in (4104, 20_000, 65_528, 262_136):
+        check_split(fused.hard_rows(n_cols, dtype))
+    check_split(torch.full((3, 2**16), -INF, device=DEVICE, dtype=dtype))
+    check_split(torch.full((3, 2**16), -10.0, device=DEVICE, dtype=dtype))
+
+
+@needs_gpu
+@pytest.mark.parametrize("view", [
+    lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:, 8:-8], lambda x: x[:, 1:], lambda x: x[:, :-1],
+    lambda x: x[::2], lambda x: x[:1].expand(5, -1), lambda x: x[1:, 4:-12]])
+def test_split_softmax_strides(view):
+    x = view(fused.sample(9, 40_000, torch.float32))
+    check_split(x)
+    for left, right in ((8, 8), (5, 4), (4, 3)):             # 16 bytes apart or not
+        room = torch.full((x.shape[0], x.shape[1] + left + right), NAN, device=DEVICE)
+        fused.close(split.split_softmax(x, out=room[:, left:-right]), x)
+        assert room[:, :left].isnan().all() and room[:, -right:].isnan().all()
+    columns = poisoned(x.t()).t()                            # an output whose rows are no rows in memory
+    fused.close(split.split_softmax(x, out=columns), x)
+
+
+@needs_gpu
+@pytest.mark.parametrize("n_cols", [8192, 40_000, 200_000])
+def test_split_softmax_into_its_own_input(n_cols):
+    for place in (lambda room: (room[:50], room[:50]), lambda room: (room[:50], room[2:52]),
+                  lambda room: (room[2:52], room[:50]), lambda room: (room[:50, :-8], room[:50, 8:])):
+        x, out = place(randn(60, n_cols))
+        reference = x.clone()
+        fused.close(split.split_softmax(x, out=out), reference)
+
+
+def split_far_apart(stride):
+    x = far_apart(3, 40_000, stride)
+    fused.close(split.split_softmax(x), x)
+    y = x.contiguous()
+    fused.close(split.split_softmax(y, out=x), y)
+
+
+@needs_tma
+@FAR_APART
+def test_split_softmax_offsets_past_2_31(stride):
+    check_far_apart("split_far_apart", stride)
+
+
+@needs_tma
+def test_split_softmax_in_streams_and_graphs():
+    """Launches that overlap share no mailbox: the current stream's is its own, a graph's is its own."""
+    pairs = [(x, poisoned(x)) for x in (randn(70, 2**17) for _ in range(3))]
+    streams = [torch.cuda.Stream() for _ in pairs]
+    split.split_softmax(*pairs[0])                           # compiles
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        split.split_softmax(*pairs[0])
+    for _ in range(20):
+        for pair in pairs:
+            pair[0].copy_(torch.randn_like(pair[0]))
+            pair[1].fill_(NAN)
+        torch.cuda.synchronize()
+        graph.replay()
+        for stream, pair in list(zip(streams, pairs))[1:]:
+            with torch.cuda.stream(stream):
+                split.split_softmax(*pair)
+        torch.cuda.synchronize()
+        for x, out in pairs:
+            fused.close(out, x)
+
+
+@needs_tma
+def test_split_softmax_soaks(capsys):
+    """Fresh data, ragged widths, 1 to 100 rows; `--soak 10000` is the same for longer."""
+    split.soak(200, list(common.DTYPES), 0)
+    assert "200 launches, each right" in capsys.readouterr().out
+
+
+REFUSED = {
+    "a list": lambda x: ([[1.0]],), "None": lambda x: (None,), "sparse": lambda x: (x.to_sparse(),),
+    "bool": lambda x: (x > 0,), "float64": lambda x: (x.double(),), "fp8": lambda x: (x.to(torch.float8_e4m3fn),),
+    "1-D": lambda x: (x[0],), "3-D": lambda x: (x[None],), "meta": lambda x: (x.to("meta"),),
+    "a gradient": lambda x: (x.clone().requires_grad_(),), "negated": lambda x: (torch._neg_view(x),),
+    "out a list": lambda x: (x, [1]), "out wider": lambda x: (x, torch.cat([x, x], 1)),
+    "out fp16": lambda x: (x, x.half()), "out meta": lambda x: (x, x.to("meta")),
+    "out a gradient": lambda x: (x, x.clone().requires_grad_()),
+    "out expanded": lambda x: (x, x[:1].expand(4, -1)), "out overlaps": lambda x: (x, x.as_strided(x.shape, (8, 1)))}
+
+
+@pytest.mark.parametrize("arguments", REFUSED.values(), ids=REFUSED)
+def test_split_softmax_refuses_what_02_refuses_in_its_words(arguments):
+    arguments, errors = arguments(randn(4, 8192)), []
+    for launch in (fused.softmax, split.split_softmax):
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+            launch(*arguments)
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1] and errors[0][1].startswith("softmax: ")
+
+
+@needs_gpu
+def test_split_softmax_is_right_without_gradients():
+    x = randn(3, 8192).requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(split.split_softmax(x), split.split_softmax(x.detach()))
+
+
+# ---- 06 where nothing can run: its arithmetic, and what is compiled
+
+FEW_SMS = types.SimpleNamespace(**vars(split.H200) | {"multi_processor_count": 10})
+SMALL_SMS = types.SimpleNamespace(multi_processor_count=188, shared_memory_per_block_optin=101_376,  # cc 12.0
+                                  shared_memory_per_multiprocessor=102_400)
+
+
+@pytest.mark.parametrize("gpu", [split.H200, FEW_SMS, SMALL_SMS], ids=["H200", "10 SMs", "100 KB an SM"])
+@pytest.mark.parametrize("size, limit, plan", PLANS, ids=str)
+def test_every_column_belongs_to_one_program(size, limit, plan, gpu):
+    """What split_kernel stores, by its arithmetic, at every width that its plan takes."""
+    vec, largest = 16 // size, limit * size // 16
+    for n_vecs in sorted({*range(1, 40), *range(41, largest, 61), *range(max(1, largest - 40), largest + 1)}):
+        if not (geometry := split.geometry(plan, n_vecs * vec, size, gpu)):
+            assert gpu is not split.H200
+            continue
+        groups, kernel, options = geometry
+        held = kernel["CHUNKS"] * kernel["R"] * 32 * options["num_warps"]  # vectors that a program has room for
+        length = (n_vecs + 8 * plan.split - 1) // (8 * plan.split) * 8
+        first = torch.arange(plan.split) * length
+        end = (first + length).clamp(max=n_vecs)
+        if kernel["EVEN"]:                                   # nothing is masked
+            end = first + held
+        assert length <= held and kernel["CHUNKS"] <= kernel["RING"]
+        assert groups * plan.split <= plan.per_sm * gpu.multi_processor_count, "all are resident"
+        assert (end - first).clamp(min=0).sum() == n_vecs and end.max() == n_vecs
+        owned = end > first
+        assert owned[0] and (first[1:] == end[:-1])[owned[1:]].all(), "a gap, or an overlap"
+        assert (owned[1:] <= owned[:-1]).all()
+
+
+def picked(monkeypatch, gpu, major, shape, dtype, strides=None):
+    """pick() on a GPU that is not there, of tensors that take no memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(major=major, **vars(gpu)))
+    x = torch.empty_strided(shape, strides or (shape[1], 1), dtype=dtype, device="meta")
+    return split.pick(x, torch.empty(shape, dtype=dtype, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", list(common.DTYPES.values()), ids=str)
+def test_every_wide_row_has_a_plan(dtype, monkeypatch):
+    size = dtype.itemsize
+    vec, last = 16 // size, split.PICKS[size][-1][0]
+    widths = {*range(split.LEAST + vec, 70_000, 41 * vec), *range(70_000 // vec * vec, last + 1, 1001 * vec)}
+    for limit in (split.LEAST, *(limit for limit, _ in split.PICKS[size])):
+        widths |= {limit + vec * step for step in range(-9, 10)}
+    for n_cols in sorted(widths):
+        for gpu, major in ((split.H200, 9), (SMALL_SMS, 12)):
+            plan = picked(monkeypatch, gpu, major, (3, n_cols), dtype)
+            inside = split.LEAST < n_cols <= (last if gpu is split.H200 else 8192 * 256)
+            assert (plan is not None) == inside, n_cols
+            assert not inside or split.geometry(plan, n_cols, size, gpu)
+            if inside and gpu is split.H200:                 # the first whose limit is not below
+                assert plan == next(plan for limit, plan in split.PICKS[size] if n_cols <= limit)
+        assert picked(monkeypatch, split.H200, 8, (3, n_cols), dtype) is None, "no TMA"
+    for strides in ((8192 + 1, 1), (2 * 8192, 2), (0, 1), (1, 3), (2**37, 1)):
+        assert picked(monkeypatch, split.H200, 9, (3, 8192), dtype, strides) is None
+    assert picked(monkeypatch, split.H200, 9, (3, 8192), dtype, (8192 + vec, 1))
+    assert picked(monkeypatch, split.H200, 9, (3, 8192 + 1), dtype) is None
+    assert picked(monkeypatch, FEW_SMS, 9, (3, 2**18), dtype) is None, "32 programs of a row would not be resident"
+
+
+def test_a_mailbox_is_one_stream_s_and_its_tags_are_new(monkeypatch):
+    """A tag that a row before had would be taken for an answer."""
+    state = types.SimpleNamespace(cuda_stream=1, capturing=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: state)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: split.H200)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(split, "_words", {})
+    device = torch.device("cpu")
+    words, tag = split.mailbox(device, 5)
+    assert tag == 1 and not words.any() and split.mailbox(device, 3) == (words, 6)
+    assert len(words) >= 2 * 8 * split.H200.multi_processor_count * max(plan.per_sm for *_, plan in PLANS)
+    state.cuda_stream = 2
+    others, tag = split.mailbox(device, 1)
+    assert tag == 1 and others.data_ptr() != words.data_ptr()
+    state.capturing = True
+    graph_s, tag = split.mailbox(device, 1)
+    assert tag == 1 and graph_s.data_ptr() not in (words.data_ptr(), others.data_ptr())
+    state.capturing, state.cuda_stream = False, 1
+    assert split.mailbox(device, 2**30 - 9)[1] == 9          # up to the last tag, and then
+    fresh, tag = split.mailbox(device, 1)
+    assert tag == 1 and fresh.data_ptr() != words.data_ptr()
+
+
+COMPILES = """
+import concurrent.futures, importlib, json, os, common
+split = importlib.import_module("06_split_softmax")
+def facts(case):
+    dtype, plan, n_cols = case
+    kernel = split.compiled(plan, dtype, n_cols)
+    cubin = kernel.asm["cubin"]
+    return [str(case), plan.per_sm, kernel.metadata.num_warps, kernel.metadata.shared,
+            kernel.metadata.launch_cooperative_grid == (plan.split > 1) == ("BPT.TRAP 0x1" in common.sass(cubin)),
+            *common.resources(cubin).values()]
+cases = [(dtype, plan, n_cols) for dtype in common.DTYPES for limit, plan in split.PICKS[common.DTYPES[dtype].itemsize]
+         for n_cols in (limit, limit - 8)]
+with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    print(json.dumps(list(pool.map(facts, cases))))
+"""
+
+
+def test_every_plan_compiles_and_is_resident():
+    """For cc 9.0, rows full and ragged: no spills, and room on an SM for all programs that wait for each other; only
+    those are launched together or not at all, and give up after a while."""
+    done = program(COMPILES, env={"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 2 * len(common.DTYPES) * len(split.PICKS[2])
+    for case, per_sm, num_warps, shared, waits, regs, spills in found:
+        assert spills == 0 and waits, case
+        assert shared <= 227 * 1024 and per_sm * (shared + 1024) <= 228 * 1024, (case, shared)
+        assert per_sm * num_warps * 32 * triton.cdiv(regs, 8) * 8 <= 2**16, (case, regs)
+
+
+@without_gpu
+def test_06_beside_a_gpu_whose_interpreter_is_asked_for_compiles():
+    env = {"TRITON_INTERPRET": "1"}
+    done = program(WITH_GPU, "06_split_softmax.py", "--quick", env=env)
+    assert done.returncode == 0 and "Nothing is timed: TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
+    assert "no spills" in done.stdout
+    one_line(program(WITH_GPU, "06_split_softmax.py", "--save", env=env), 2, "not together with TRITON_INTERPRET=1")
 
 
 # ---------------------------------------------------------------- make

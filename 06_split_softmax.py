@@ -18,14 +18,15 @@ import sys
 import threading
 import time
 import types
-from functools import partial, reduce
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
-os.environ["TRITON_INTERPRET"] = "0"  # before common: no interpreter runs Gluon; without a GPU it is compiled
+asked, os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET"), "0"  # no interpreter runs Gluon
 import torch  # noqa: E402
 
 import common  # noqa: E402
+import peers  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
@@ -35,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # no
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 narrow = import_module("02_fused_softmax")
-
+common.INTERPRETED |= asked == "1"                        # nothing is timed then, and kernels are compiled
 LOG2E = gl.constexpr(1.4426950408889634)
 LAYOUT = gl.NVMMASharedLayout(0, 64, rank=2)             # a row's bytes as they come, in elements of 8
 
@@ -249,13 +250,13 @@ def launch(plan, x, out):
 def split_softmax(x, out=None):
     """Softmax of each row of a 2-D tensor, as torch.softmax(x, dim=-1); forward only, fp32 arithmetic.
 
-    x, out, errors: as 02's softmax, which takes what this kernel does not: narrow rows, rows that begin or end at no
-    multiple of 16 bytes, GPUs without TMA.
+    x, out, errors: as 02's softmax, which does what `pick` declines.
     """
-    if isinstance(x, torch.Tensor) and x.is_cuda and x.dim() == 2 and x.dtype in common.DTYPES.values() and len(x):
+    common.operands("softmax", common.DTYPES.values(), x=x, out=x if out is None else out)
+    if x.is_cuda and x.dim() == 2 and len(x):
         new = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        if isinstance(new, torch.Tensor) and (plan := pick(x, new)):
-            launch(plan, x, new)
+        if plan := pick(x, new):                           # rows of new then share no memory
+            launch(plan, common.apart(x, new, elementwise=True), new)
             return new
     return narrow.softmax(x, out)
 
@@ -339,28 +340,13 @@ def compile_all(dtypes, quick):
 
 # ---------------------------------------------------------------- the table
 
-def peers(table, x):
-    """{name: call} of others' kernels that are installed and right at x's shape; a note for each that is not."""
-    found, some = {}, slice(None, None, max(1, len(x) // 64))
-    for name, module, *path in (("liger", "liger_kernel.ops.softmax", "LigerSoftmaxFunction", "apply"),
-                                ("quack", "quack.softmax", "softmax")):
-        try:
-            fn = reduce(getattr, path, import_module(module))
-            narrow.close(fn(x)[some], x[some], slack=4)
-            found[name] = partial(fn, x)
-        except Exception as error:                         # a peer's failure is not this script's
-            table.note(f"{name}: left out, not installed here." if isinstance(error, ImportError) else
-                       f"{name}: left out at {x.shape[1]:,} columns, {x.dtype}: {type(error).__name__}.")
-    return found
-
-
 def time_wide(report, dtypes, widths):
     with report.table("wide", "softmax of wide rows, each read once", baseline="torch", roof=True,
                       cases=len(dtypes) * len(widths)) as table:
         timed = []
         for case, x, out in narrow.cases(report, dtypes, widths):
             old, own = narrow.pick(x.shape[1], x.element_size()), {}
-            others = narrow.compiled(table, x) | peers(table, x)
+            others = peers.compiled(table, x) | peers.installed(table, x, narrow.close)
             if plan := pick(x, out):
                 kernel, others = launch(plan, x, out), {"triton": partial(launch, plan, x, out), **others}
                 own["triton"] = {"kernel": kernel.name, "config": f"1/{plan.split} of a row, {plan.per_sm} an SM",
@@ -368,7 +354,7 @@ def time_wide(report, dtypes, widths):
             else:
                 table.note(f"No row triton at {x.shape[1]:,} columns: split_softmax gives them to 02's softmax.")
             timed.append(narrow.time_case(table, case, x, out, {f"triton/{old.kernel}": old}, others, own))
-        narrow.explain(table, timed)
+        peers.explain(table, timed)
         table.note("torch.compile, liger and quack allocate their output; the others write into one that is there.")
 
 
@@ -391,7 +377,9 @@ def main():
     for n_cols in widths:                                  # input, output, two of peers; or references in float64
         report.need(max(4 * 4 * math.prod(narrow.matrix(gpu, 4, n_cols)), 2 * n_cols * 64),
                     f"a softmax of rows of {n_cols:,} (input, outputs, check)")
-    check(report, checked, widths)
+    shapes = [(name, narrow.matrix(gpu, common.DTYPES[name].itemsize, n_cols)) for name in dtypes for n_cols in widths]
+    with peers.compiled_ahead(report, shapes):
+        check(report, checked, widths)
     time_wide(report, dtypes, widths)
     report.finish()
 
