@@ -37,6 +37,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E4
 
 narrow = import_module("02_fused_softmax")
 common.INTERPRETED |= asked == "1"                        # nothing is timed then, and kernels are compiled
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the names before Triton 3.8, 3.9
+buffer = gl.shared_memory_descriptor
+reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
 LOG2E = gl.constexpr(1.4426950408889634)
 LAYOUT = gl.NVMMASharedLayout(0, 64, rank=2)             # a row's bytes as they come, in elements of 8
 
@@ -89,8 +92,7 @@ def _load(source, ring, bars, n, rows, group, groups, first, CHUNKS: gl.constexp
     """Start the load of the n-th chunk of this program, where its row exists; beyond a row's end TMA writes zeros."""
     slot, row, column = n % ring.shape[0], n // CHUNKS, first + n % CHUNKS * source.block_type.shape[1]
     mbarrier.expect(bars.index(slot), source.block_type.nbytes, pred=row < rows)
-    tma.async_copy_global_to_shared(source, [group + row * groups, column], bars.index(slot), ring.index(slot),
-                                    pred=row < rows)
+    async_load(source, [group + row * groups, column], bars.index(slot), ring.index(slot), pred=row < rows)
 
 
 @gluon.jit(do_not_specialize=["epoch", "n_rows", "n_vecs", "out_stride"])
@@ -137,7 +139,7 @@ def split_kernel(out_ptr, source, words, epoch, n_rows, n_vecs, out_stride,
         for c in gl.static_range(CHUNKS):
             n = t * CHUNKS + c
             mbarrier.wait(bars.index(n % RING), (n // RING) & 1, pred=t < rows)
-            x = ring.index(n % RING)._reinterpret(dtype, [R, THREADS, VEC], linear).load(tile).to(gl.float32)
+            x = reinterpret(ring.index(n % RING), dtype, [R, THREADS, VEC], linear).load(tile).to(gl.float32)
             if not EVEN:
                 x = gl.where(first + c * CHUNK + vecs < end, x, -float("inf"))
             top = gl.maximum(top, gl.max(gl.max(x, 2), 0))

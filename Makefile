@@ -1,7 +1,7 @@
 # Bare `make` lists the targets.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help all quick ncu compare plots test clean
+.PHONY: help all quick ncu sanitize compare plots test test-versions clean
 SHELL := bash
 
 SCRIPTS := $(sort $(wildcard [0-9][0-9]_*.py))
@@ -13,7 +13,7 @@ NUMBERS := $(foreach script,$(SCRIPTS),$(firstword $(subst _, ,$(script))))
 PYTHON := python3
 
 # A program that prints what a Python lacks of the modules named, or nothing. Without a GPU the kernels run in
-# Triton's interpreter, which fails in loops under numpy 2.4 and newer (3.6 does, 3.9 no longer).
+# Triton's interpreter, which fails in loops under numpy 2.4 and newer (3.6 does, 3.7 no longer).
 define LACKS
 import importlib, sys
 lacks, modules = [], {}
@@ -29,8 +29,8 @@ if sys.version_info < (3, 10):
 if "triton" in modules and numbers("triton") < [3, 6]:
     lacks.append("triton 3.6 or newer")
 if not lacks and not modules["torch"].cuda.is_available():
-    if numbers("triton") < [3, 9] and numbers("numpy") >= [2, 4]:
-        lacks.append("a numpy older than 2.4, which Triton's interpreter needs without a GPU")
+    if numbers("triton") < [3, 7] and numbers("numpy") >= [2, 4]:
+        lacks.append("a numpy older than 2.4, which Triton 3.6's interpreter needs without a GPU")
 print(", ".join(lacks))
 endef
 
@@ -40,7 +40,7 @@ $(error make compare OLD=results/a NEW=results/b: two results folders, or two fi
 endif
 endif
 
-ifneq ($(filter all quick ncu compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
+ifneq ($(filter all quick ncu sanitize compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
 NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest hypothesis)
 ifeq ($(origin PYTHON),file)
 MISSING := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
@@ -67,12 +67,14 @@ help:
 	@$(foreach script,$(SCRIPTS),echo "  make $(firstword $(subst _, ,$(script)))       $$(head -n 1 $(script) | tr -d '"')";)
 	@echo "make quick    every step as a smoke run: short windows, nothing saved"
 	@echo "make ncu      DRAM counters of the matmul, with Nsight Compute; saves results/<gpu>/counters.json"
+	@echo "make sanitize   every kernel under compute-sanitizer: memory, initialization, races; saves sanitize.json there"
 	@echo "make compare OLD=results/a NEW=results/b   two runs, row by row: better, worse or within noise"
 	@echo "make plots    SVGs from results/, beside its tables; measures nothing, needs matplotlib"
 	@echo "make test     the tests"
-	@echo "make clean    remove .venv, plots/ and Python's caches; results/ stays"
+	@echo "make test-versions   those that need no GPU, under each Triton from 3.6 on; VERSIONS='3.6 newest' picks some"
+	@echo "make clean    remove .venv, .versions/, plots/ and Python's caches; results/ stays"
 	@echo "Options: PYTHON=/path/to/python (used as it is; without it: python3 if it has what is needed, else"
-	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN, compare, plots and test)"
+	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN, compare, plots, test, test-versions)"
 
 # --save where there is a GPU to measure, and the interpreter is not asked for in its place.
 SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"))
@@ -90,6 +92,9 @@ $(NUMBERS): $(READY)
 ncu: $(READY)
 	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) counters.py $$save
 
+sanitize: $(READY)
+	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) sanitize.py $$save
+
 compare: $(READY)
 	@$(PYTHON) compare.py "$(OLD)" "$(NEW)" $(ARGS)
 
@@ -99,5 +104,9 @@ plots: $(READY)
 test: $(READY)
 	@$(PYTHON) -m pytest -q test_all.py $(ARGS)
 
+# In environments of their own; VERSIONS reaches it through the environment.
+test-versions:
+	@$(PYTHON) versions.py $(ARGS)
+
 clean:
-	rm -rf .venv plots __pycache__ .pytest_cache .hypothesis
+	rm -rf .venv .versions plots __pycache__ .pytest_cache .hypothesis

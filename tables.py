@@ -24,7 +24,8 @@ import triton
 
 # Every column that a table may have, in printed order, with its format; up to `instruction`: what a row is of.
 COLUMNS = {
-    "kernel": "", "stage": "", "arch": "", "case": "", "n": ",", "m": ",", "k": ",", "n_rows": ",", "n_cols": ",",
+    "tool": "", "kernel": "", "stage": "", "arch": "", "case": "",
+    "n": ",", "m": ",", "k": ",", "n_rows": ",", "n_cols": ",",
     "dtype": "", "provider": "", "precision": "", "block_size": ",", "group_m": "", "config": "", "num_warps": "",
     "instruction": "", "count": ",", "lines": ",", "bytes": ".4g", "flops": ".4g", "seconds": ".4g", "ms": ".4f",
     "graph_ms": ".4f", "launch_us": ".1f", "burst_ms": ".4f", "burst_ratio": ".3f", "burst_mhz": ".0f",

@@ -717,6 +717,7 @@ TABLES = {
     "06_split_softmax": {"wide"},
     "counters": {"grouping", "kernels"},
     "card": {"card"},
+    "sanitize": {"sanitize"},
 }
 NOT_YET = {"06_split_softmax": {"wide"}}  # tables younger than the last full run
 
@@ -826,10 +827,10 @@ def processes(cases):
 
 
 def test_every_script_is_tested():
-    assert SCRIPTS == sorted(set(TABLES) - {"counters", "card"})
+    assert SCRIPTS == sorted(set(TABLES) - {"counters", "card", "sanitize"})
 
 
-@processes([(script, "--help") for script in [*SCRIPTS, "counters", "report", "compare"]])
+@processes([(script, "--help") for script in [*SCRIPTS, "counters", "sanitize", "report", "compare"]])
 def test_help(process, outcome):
     done = outcome(process)
     assert done.returncode == 0 and not done.stderr
@@ -1795,7 +1796,8 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python report.py --gpu ''", {}, 2, "there are: .*nvidia-h200"),
     ("python report.py --gpu ../results", {}, 2, "there are: .*nvidia-h200"),
     ("python report.py --check extra", {}, 2, "unrecognized"), ("python counters.py --device 99", {}, 2, "--device 99"),
-    ("python counters.py --nothing", {}, 2, "unrecognized"), ("python common.py --nothing", {}, 2, "unrecognized"),
+    ("python counters.py --nothing", {}, 2, "unrecognized"),
+    ("python sanitize.py --nothing", {}, 2, "unrecognized"), ("python common.py --nothing", {}, 2, "unrecognized"),
     ("python common.py --device 99", {}, 2, "--device 99"), ("python common.py > /dev/full", {}, 2, "No space left"),
     ("python compare.py --nothing", {}, 2, "unrecognized|OLD and NEW"),
     ("python compare.py a b", {}, 2, "cannot use a"),
@@ -1875,6 +1877,115 @@ def test_the_run_s_configs_survive_their_trial(monkeypatch):
     assert list(good) == [product.config_name(product.ANY)] and "cannot run" in named[product.config_name(bad)]
 
 
+# ---------------------------------------------------------------- sanitizer and versions: README, "What was tried"
+
+# A compute-sanitizer that knows its tool and whether it is to look at the planted fault.
+SANITIZER = r"""tool=$2; for code; do :; done
+fault=$(echo "$code" | sed -n "s/.*\['\(planted.*\)'\].*/\1/p")
+echo "========= COMPUTE-SANITIZER"
+if [ "$fault" ]; then echo "[case] $fault: 1"; else echo "$CASES"; fi
+say() { printf "========= %s\n=========     at %s_kernel+0x110 in x.py:7\n=========     by thread 0\n" "$1" "$2"; }
+summary() {
+  if [ $tool = racecheck ]; then echo "========= RACECHECK SUMMARY: $1 hazards displayed ($1 errors, 0 warnings)"
+  else echo "========= ERROR SUMMARY: $1 errors"; fi; }
+"""
+FINDS = r"""
+if [ "$fault" ]; then
+  case $tool in memcheck) say "Invalid __global__ read of size 16 bytes" planted;;
+    initcheck) say "Uninitialized __global__ memory read of size 4 bytes" planted;;
+    *) say "Error: Race reported between Write access and Read access [192 hazards]" planted;; esac
+  summary 1; exit 99; fi
+"""
+CLEAN = SANITIZER + FINDS + "summary 0"
+UNSEEN = SANITIZER + "summary 0"
+FOUND = SANITIZER + FINDS + """
+if [ $tool = initcheck ]; then say "Uninitialized __global__ memory read of size 4 bytes" add; summary 7; exit 99; fi
+summary 0"""
+
+
+@pytest.fixture
+def sanitizer(tool, report, monkeypatch):
+    """sanitizer(body): whether all is well by a compute-sanitizer of that body, and the table's rows."""
+    module = importlib.import_module("sanitize")
+    monkeypatch.setattr(module, "CASES", {"add": None, "rows": None})
+
+    def call(body, cases="[case] rows: 2\n[case] add: 1", compiles=0):
+        started = module.process
+        monkeypatch.setattr(module, "process", lambda args, *command, **options: started(args, *command, **options)
+                            if command else ("ends with this", compiles))
+        monkeypatch.setenv("CASES", cases)
+        tool("compute-sanitizer", body)
+        report.args.device = 0
+        well = module.sanitize(report)
+        return well, {(row["tool"], row["case"].split(":")[0]): row["value"] for row in report.tables[0].rows}
+    return call
+
+
+def test_a_clean_sanitizer_run(sanitizer, report, capsys):
+    well, values = sanitizer(CLEAN)
+    assert well and set(values.values()) == {"clean", "caught"} and len(values) == 9
+    report.name = "sanitize"
+    report.finish()
+    record = json.loads(next((common.ROOT / "results").rglob("sanitize.json")).read_text())
+    assert not problems(record, "sanitize") and "racecheck sees shared memory alone" in capsys.readouterr().out
+
+
+def test_a_planted_fault_that_is_not_caught_fails(sanitizer):
+    well, values = sanitizer(UNSEEN)
+    assert not well and values["memcheck", "planted"] == "not caught: clean" and values["memcheck", "add"] == "clean"
+
+
+def test_what_a_sanitizer_finds_fails(sanitizer):
+    well, values = sanitizer(FOUND)
+    assert not well and values["initcheck", "planted"] == "caught" and values["initcheck", "rows"] == "clean"
+    assert re.search(r"the first: Uninitialized .* at add_kernel\+0x110 in x.py:7$", values["initcheck", "add"])
+
+
+def test_a_case_that_a_sanitizer_does_not_reach_fails(sanitizer):
+    well, values = sanitizer(CLEAN, cases="[case] add: 1")
+    assert not well and "not reached" in values["racecheck", "rows"]
+
+
+@pytest.mark.parametrize("body, compiles, line", [
+    (None, 0, "not on the PATH; it comes with the CUDA toolkit.*nvidia-cuda-sanitizer-api"),
+    ("exit 3", 0, "gave no result, status 3; it ended with: nothing"), (CLEAN, 1, "without any tool, too: ends with"),
+    ("echo '========= Error: Device not supported.'; echo '========= ERROR SUMMARY: 1 error'", 0, "gave no result")])
+def test_a_sanitizer_that_does_not_run_gets_one_line(body, compiles, line, sanitizer, monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        if body is None:
+            monkeypatch.setattr(importlib.import_module("sanitize").shutil, "which", lambda _: None)
+        sanitizer(body or "true", compiles=compiles)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and re.search(line, last)
+
+
+def test_the_sanitizer_looks_at_every_kernel():
+    names = {name for module in (vector, fused, product, tuning) for name, value in vars(module).items()
+             if name.endswith("_kernel") and hasattr(value, "fn")}
+    names |= set(re.findall(r"void (\w+)", vector.CUDA_FLOAT + vector.CUDA_FLOAT4)) | {"planted_kernel"}
+    assert names == set(importlib.import_module("sanitize").KERNELS)
+
+
+LISTING = "triton (3.10.0)\nAvailable versions: 3.10.0, 3.7.1, 3.7.0, 3.6.1, 3.6.0, 3.5.1, 2.3.1\n  LATEST: 3.10.0\n"
+
+
+@pytest.mark.parametrize("asked, versions", [
+    ("", "3.6.0 3.7.1 3.10.0"), ("3.6 newest", "3.6.0 3.10.0"), ("newest 3.10", "3.10.0"), ("3.7.0", "3.7.0"),
+    ("3.5", None), ("newer", None)])
+def test_which_versions_are_tested(asked, versions, capsys):
+    chosen = importlib.import_module("versions").chosen
+    if versions:
+        assert chosen(LISTING, asked.split()) == versions.split()
+        return
+    with pytest.raises(SystemExit) as end:
+        chosen(LISTING, asked.split())
+    assert end.value.code == 2 and "there are: 3.6, 3.7, 3.10, newest" in capsys.readouterr().err
+
+
+def test_an_index_without_triton_gets_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("versions").chosen("ERROR: No matching distribution found for triton")
+    assert end.value.code == 2 and capsys.readouterr().err.endswith("No matching distribution found for triton\n")
 # ---------------------------------------------------------------- 06
 
 import triton.experimental.gluon  # noqa: E402, F401  before 06, since it cannot be imported once that has been
@@ -2181,7 +2292,7 @@ def steps(tmp_path):
 def test_make_alone_lists_its_targets(steps):
     done = make("PYTHON=/nowhere/python", cwd=steps)
     assert done.returncode == 0 and "make 02       What does 02_b do?" in done.stdout
-    for target in ("all", "NN", "quick", "ncu", "compare", "plots", "test", "clean"):
+    for target in ("all", "NN", "quick", "ncu", "sanitize", "compare", "plots", "test", "test-versions", "clean"):
         assert re.search(rf"^make {target} ", done.stdout, re.M)
 
 
@@ -2231,8 +2342,8 @@ def only(rows, key, **match):
     return values.pop()
 
 
-@pytest.mark.parametrize("arch, instruction", [("100", "tcgen05.mma"), ("90", "wgmma.mma_async"), ("gfx942", "v_mfma"),
-                                               ("gfx1100", "v_wmma")])
+@pytest.mark.parametrize("arch, instruction", [("100", "tcgen05.mma"), ("90", "wgmma.mma_async"), ("89", "mma.sync"),
+                                               ("gfx942", "v_mfma"), ("gfx1100", "v_wmma")])
 def test_each_maker_s_matrix_instructions_give_the_flops(arch, instruction, tmp_path):
     path = tmp_path / "tables.json"
     done = run("05_inspect_ir.py", "--arch", arch, "--kernel", "matmul_kernel", "--json", str(path))
