@@ -310,6 +310,40 @@ def resources(cubin):
     return {"regs": regs, "spills": (stack + local) // 4}
 
 
+def compiled(kernel, keywords):
+    """The CompiledKernel of a launch with these arguments, specialized as the launch does, for compute capability 9.0
+    and with no GPU."""
+    from triton.backends.compiler import BaseBackend, GPUTarget  # here, since releases may move them
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import native_specialize_impl
+    signature, constexprs, attrs = {}, {}, {}
+    for index, param in enumerate(kernel.params):
+        value = keywords[param.name]
+        kind, key = ("constexpr", None) if param.is_constexpr else native_specialize_impl(
+            BaseBackend, value, False, not param.do_not_specialize, True)
+        signature[param.name] = kind
+        constexprs |= {(index,): value} if kind == "constexpr" else {}
+        attrs |= {(index,): [["tt.divisibility", 16]]} if key == "D" else {}
+    options = {key: value for key, value in keywords.items() if key not in kernel.arg_names}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_all(cases):
+    """Where Gluon's kernels cannot run: each (kernel, keywords) is compiled, side by side; none may spill, or need more
+    than Hopper's 227 KB of shared memory."""
+    def facts(case):
+        kernel = compiled(*case)
+        return resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(facts, cases))
+    for (kernel, keywords), own in zip(cases, found):
+        assert not own["spills"] and own["shared_bytes"] <= 227 * 1024, (kernel, keywords, own)
+    print(f"The interpreter runs neither Gluon nor programs that wait for each other. Compiled for sm_90 instead: "
+          f"{len(cases)} kernels, no spills, up to {max(own['regs'] for own in found)} registers.")
+
+
 def load_bits(cubin):
     """Width in bits of the widest global load of a thread: LDG.E is 32, LDG.E.128 is 128."""
     opcodes = [re.search(r"\bLDG(?:STS)?(?:\.\w+)+", line) for line in sass(cubin)]  # not R2.64, the address register

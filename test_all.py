@@ -2127,7 +2127,7 @@ import concurrent.futures, importlib, json, os, common
 split = importlib.import_module("06_split_softmax")
 def facts(case):
     dtype, plan, n_cols = case
-    kernel = split.compiled(plan, dtype, n_cols)
+    kernel = common.compiled(*split.form(plan, dtype, n_cols))
     cubin = kernel.asm["cubin"]
     return [str(case), plan.per_sm, kernel.metadata.num_warps, kernel.metadata.shared,
             kernel.metadata.launch_cooperative_grid == (plan.split > 1) == ("BPT.TRAP 0x1" in common.sass(cubin)),
