@@ -336,8 +336,13 @@ def compile_all(cases):
     def facts(case):
         kernel = compiled(*case)
         return resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared}
+    found = []
+    writable_cache()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(facts, cases))
+        for own in pool.map(facts, cases):
+            found.append(own)
+            progress(f"compiling: {len(found)} of {len(cases)}")
+    progress()
     for (kernel, keywords), own in zip(cases, found):
         assert not own["spills"] and own["shared_bytes"] <= 227 * 1024, (kernel, keywords, own)
     print(f"The interpreter runs neither Gluon nor programs that wait for each other. Compiled for sm_90 instead: "
