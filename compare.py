@@ -292,8 +292,8 @@ def widths(plt, files):
 
 def vs_cublas(plt, files):
     rows = rows_of(files, "03_matmul", "vs_cublas", "n", "tflops") + [
-        row | {"provider": "triton, persistent (07)"} for row in rows_of(files, "07_persistent_matmul", "vs_cublas", "n",
-                                                                        "tflops")
+        row | {"provider": "triton, persistent (07)"}
+        for row in rows_of(files, "07_persistent_matmul", "vs_cublas", "n", "tflops")
         if row.get("provider") == "triton" and row["n"] == row.get("m") == row.get("k")]
     if rows:
         figure, panels = by_dtype(plt, rows)
