@@ -11,21 +11,16 @@ registers, with a running maximum and sum. Run it:
 The answer is the row `triton` of the table `widths`: at every width at least torch's speed, because one read and
 one write of the row is all that a softmax needs; `cliff` shows the row that no longer fits and what cures it.
 """
-import contextlib
-import json
 import math
-import re
-import subprocess
 import sys
-import tempfile
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import common  # before triton: it chooses the interpreter where there is no GPU
+import peers
 import triton
 import triton.language as tl
 
@@ -296,59 +291,6 @@ def check(report, dtypes, timed=(), widths=()):
             verify(store.as_strided((3, n_cols), (2**30, 1)).copy_(sample(3, n_cols, torch.bfloat16)))
 
 
-def blocks_per_sm(threads, regs, shared):
-    """Blocks that fit on an SM of the current GPU (CUDA programming guide: registers go to warps by 256, and a
-    block's shared memory has 1 KB of the system's beside it)."""
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    warps = triton.cdiv(threads, 32)
-    return min({(8, 6): 16, (8, 9): 24}.get((gpu.major, gpu.minor), 32),
-               gpu.max_threads_per_multi_processor // (warps * 32),
-               gpu.regs_per_multiprocessor // (warps * triton.cdiv(regs * 32, 256) * 256),
-               gpu.shared_memory_per_multiprocessor // (shared + 1024))
-
-
-def profiled(calls):
-    """The one CUDA kernel of each call: (name, threads a block, blocks, blocks an SM); [] where none was recorded."""
-    from torch.profiler import ProfilerActivity, profile
-    found = []
-    with (tempfile.TemporaryDirectory() as folder,
-          contextlib.suppress(RuntimeError, OSError, ValueError, KeyError)):  # no CUPTI, or not permitted
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
-            for call in calls:
-                call()
-            torch.cuda.synchronize()
-        path = Path(folder, "trace.json")
-        prof.export_chrome_trace(str(path))
-        events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
-        for event in sorted(events, key=lambda event: event["ts"]):
-            args = event["args"]
-            threads, blocks = math.prod(args["block"]), math.prod(args["grid"])
-            name = re.search(r"(\w+)<", event["name"])  # of "void at::native::(...)::name<8, float, ...>(...)"
-            found.append((name.group(1) if name else event["name"][:60], threads, blocks,
-                          blocks_per_sm(threads, args["registers per thread"], args["shared memory"])))
-    return found if len(found) == len(calls) else []
-
-
-def explain(table, timed):
-    """Name torch's kernel in its rows, and say what it does where it loses; timed: what time_case returned."""
-    kernels = profiled([call for _, call in timed])
-    if not kernels:
-        table.note("The profiler recorded no kernels (CUPTI missing or not permitted), so torch's are not named.")
-    alike = {}
-    for (rows, _), (name, threads, blocks, per_sm) in zip(timed, kernels):
-        row = rows["torch"]
-        row["kernel"] = name
-        if max(other["ratio"] for other in rows.values()) > 1.1:
-            key = row["dtype"], name, threads * blocks / row["n_rows"], per_sm * row["n_rows"] / blocks
-            alike.setdefault(key, []).append(f"{row['n_cols']:,}")
-    for (dtype, name, threads, per_sm), n_cols in alike.items():
-        table.note(f"torch, {dtype}, over 10% behind at {', '.join(n_cols)} columns: {name} gives a row {threads:,g} "
-                   f"threads and an SM {per_sm:,g} rows at once (from a profile of this run).")
-    if any(threads > 32 for _, _, threads, _ in alike):
-        table.note("A row of more than a warp waits at barriers for its maximum and its sum; the fewer rows an SM "
-                   "holds, the fewer loads are under way meanwhile.")
-
-
 # ---------------------------------------------------------------- tables
 
 def matrix(gpu, itemsize, n_cols):
@@ -381,52 +323,11 @@ def time_case(table, case, x, out, picks, others=None, own=None):
     return table.time(case, providers | (others or {}), own, bytes=2 * x.nbytes), providers["torch"]
 
 
-def inductor(x):
-    """torch.compile of the softmax, for this shape alone."""
-    torch._dynamo.reset()
-    fn = torch.compile(lambda t: torch.softmax(t, dim=-1), dynamic=False)
-    fn(x)
-    return fn
-
-
-@contextlib.contextmanager
-def inductor_ahead(report, dtypes, widths):
-    """What torch.compile makes of each case is in its cache at the end: made by processes of their own, meanwhile."""
-    code = "import importlib; importlib.import_module('02_fused_softmax').fill_cache({}, {!r}, {})"
-    children = [subprocess.Popen([sys.executable, "-c", code.format(report.args.device, dtype, list(widths[part::2]))],
-                                 cwd=common.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                for dtype in dtypes for part in range(2)]
-    try:
-        yield
-        for child in children:
-            child.wait()
-    finally:
-        for child in children:
-            child.kill()
-
-
-def fill_cache(device, dtype, widths):
-    torch.cuda.set_device(device)
-    for n_cols in widths:
-        shape = matrix(common.gpu_facts(device), common.DTYPES[dtype].itemsize, n_cols)
-        inductor(torch.empty(shape, dtype=common.DTYPES[dtype], device="cuda"))
-
-
-def compiled(table, x):
-    """torch.compile as a provider; none, and a note, where it fails."""
-    try:
-        fn = inductor(x)
-    except Exception as error:  # a compiler's failure is not this script's
-        table.note(f"torch.compile failed at {x.shape[1]:,} columns, {x.dtype}: {type(error).__name__}.")
-        return {}
-    return {"torch.compile": partial(fn, x)}
-
-
 def time_widths(report, dtypes, widths):
     with report.table("widths", "softmax, rows of every width", baseline="torch", roof=True,
                       cases=len(dtypes) * len(widths)) as table:
-        explain(table, [time_case(table, case, x, out, ours(x.shape[1], x.element_size()), compiled(table, x))
-                        for case, x, out in cases(report, dtypes, widths)])
+        peers.explain(table, [time_case(table, case, x, out, ours(x.shape[1], x.element_size()),
+                                        peers.compiled(table, x)) for case, x, out in cases(report, dtypes, widths)])
         table.note(f"triton/whole-row ends at {WHOLE_ROW[-1].n_cols:,} columns, where it already spills (`cliff`). "
                    "torch.compile allocates its output; the others write into one that is there.")
 
@@ -446,7 +347,7 @@ def time_unfused(report, dtypes):
 def time_cliff(report, dtype):
     with report.table("cliff", "whole rows that outgrow the registers, and the cure", baseline="torch",
                       cases=len(CLIFF)) as table:
-        explain(table, [time_case(table, case, x, out, CLIFFS) for case, x, out in cases(report, [dtype], CLIFF)])
+        peers.explain(table, [time_case(table, case, x, out, CLIFFS) for case, x, out in cases(report, [dtype], CLIFF)])
         table.note("spills: 32-bit registers a thread. triton/online reads a row twice, the second time backwards: "
                    "L2 still has the end of it.")
 
@@ -471,7 +372,8 @@ def main():
         # five tensors: input, output, what unfused() holds; or check()'s two rows, with references in float64
         report.need(max(5 * rows * n_cols * dtype.itemsize, 2 * n_cols * 64),
                     f"a softmax of {rows:,} x {n_cols:,} {dtype} elements (input, outputs, check)")
-    with inductor_ahead(report, dtypes, widths):
+    shapes = [(name, matrix(report.gpu, common.DTYPES[name].itemsize, n_cols)) for name in dtypes for n_cols in widths]
+    with peers.compiled_ahead(report, shapes):
         check(report, dtypes if args.dtype else common.DTYPES, dtypes, widths)
     time_widths(report, dtypes, widths)
     if not args.n_cols:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import types
-from functools import partial, reduce
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ asked, os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET"), "0" 
 import torch  # noqa: E402
 
 import common  # noqa: E402
+import offline  # noqa: E402
+import peers  # noqa: E402
 import triton  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -323,28 +325,13 @@ def form(plan, dtype, n_cols, gpu=H200):
 
 # ---------------------------------------------------------------- the table
 
-def peers(table, x):
-    """{name: call} of others' kernels that are installed and right at x's shape; a note for each that is not."""
-    found, some = {}, slice(None, None, max(1, len(x) // 64))
-    for name, module, *path in (("liger", "liger_kernel.ops.softmax", "LigerSoftmaxFunction", "apply"),
-                                ("quack", "quack.softmax", "softmax")):
-        try:
-            fn = reduce(getattr, path, import_module(module))
-            narrow.close(fn(x)[some], x[some], slack=4)
-            found[name] = partial(fn, x)
-        except Exception as error:                         # a peer's failure is not this script's
-            table.note(f"{name}: left out, not installed here." if isinstance(error, ImportError) else
-                       f"{name}: left out at {x.shape[1]:,} columns, {x.dtype}: {type(error).__name__}.")
-    return found
-
-
 def time_wide(report, dtypes, widths):
     with report.table("wide", "softmax of wide rows, each read once", baseline="torch", roof=True,
                       cases=len(dtypes) * len(widths)) as table:
         timed = []
         for case, x, out in narrow.cases(report, dtypes, widths):
             old, own = narrow.pick(x.shape[1], x.element_size()), {}
-            others = narrow.compiled(table, x) | peers(table, x)
+            others = peers.compiled(table, x) | peers.installed(table, x, narrow.close)
             if plan := pick(x, out):
                 kernel, others = launch(plan, x, out), {"triton": partial(launch, plan, x, out), **others}
                 own["triton"] = {"kernel": kernel.name, "config": f"1/{plan.split} of a row, {plan.per_sm} an SM",
@@ -352,7 +339,7 @@ def time_wide(report, dtypes, widths):
             else:
                 table.note(f"No row triton at {x.shape[1]:,} columns: split_softmax gives them to 02's softmax.")
             timed.append(narrow.time_case(table, case, x, out, {f"triton/{old.kernel}": old}, others, own))
-        narrow.explain(table, timed)
+        peers.explain(table, timed)
         table.note("torch.compile, liger and quack allocate their output; the others write into one that is there.")
 
 
@@ -366,7 +353,7 @@ def main():
     dtypes = [args.dtype] if args.dtype else ["bf16", "fp32"]
     checked = dtypes if args.dtype or args.quick else list(common.DTYPES)
     if gpu is None:
-        return parser.error("--soak needs a GPU") if args.soak else common.compile_all([
+        return parser.error("--soak needs a GPU") if args.soak else offline.compile_all([
             form(plan, dtype, n_cols) for dtype in checked for limit, plan in PICKS[common.DTYPES[dtype].itemsize][
                 :4 if args.quick else None] for n_cols in (limit, limit - 8)])  # full rows and ragged ones
     if float(gpu["cc"]) < 9:
@@ -377,7 +364,9 @@ def main():
     for n_cols in widths:                                  # input, output, two of peers; or references in float64
         report.need(max(4 * 4 * math.prod(narrow.matrix(gpu, 4, n_cols)), 2 * n_cols * 64),
                     f"a softmax of rows of {n_cols:,} (input, outputs, check)")
-    check(report, checked, widths)
+    shapes = [(name, narrow.matrix(gpu, common.DTYPES[name].itemsize, n_cols)) for name in dtypes for n_cols in widths]
+    with peers.compiled_ahead(report, shapes):
+        check(report, checked, widths)
     time_wide(report, dtypes, widths)
     report.finish()
 

@@ -14,8 +14,6 @@ The answer is the column `ratio` of the rows `triton`, beside "triton/pointers",
 """
 import functools
 import importlib
-import os
-import subprocess
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 import common  # before triton: it chooses the interpreter where there is no GPU
+import offline
 import triton
 import triton.language as tl
 from specialized import SIZES, _tile, specialized_kernel
@@ -276,15 +275,6 @@ def cases():
     return [*found.values(), launches(Config("ws", 128, 256, 64, 4), a, b.t(), out, b_t=True)[0][::2]]
 
 
-def compile_apart(script):
-    """Compile a script's cases(), in a process of its own: in this one Triton's interpreter is on."""
-    code = (f"import importlib, sys, common; sys.argv[0] = '{script}.py'; "
-            f"common.run(lambda: common.compile_all(importlib.import_module({script!r}).cases()))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, env=os.environ | {"TRITON_INTERPRET": "0"})
-    if done.returncode:  # it has said why
-        raise SystemExit(done.returncode)
-
-
 def framed(rows, cols, dtype):
     """A random matrix that TMA takes, a view into NaN: what is read beyond its edge shows."""
     return product.framed(torch.randn(rows, cols, device=common.device()).to(dtype), pad(cols))
@@ -326,7 +316,7 @@ def check(report, shapes):
             checks.append(partial(product.verify, a, b, config=config, pad=16))
     common.side_by_side(checks)
     if report.gpu is None:
-        compile_apart("07_persistent_matmul")
+        offline.compile_apart("07_persistent_matmul")
 
 
 # ---------------------------------------------------------------- the table

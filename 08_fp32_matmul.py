@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 import common  # before triton: it chooses the interpreter where there is no GPU
+import offline
 import triton
 import triton.language as tl
 from specialized import SIZES, _barriers, _next, _produce, _ring, _tile
@@ -227,7 +228,7 @@ def check(report, precisions):
                    for config in product.fitting(None, {"a_ptr": a})]
     common.side_by_side(checks)
     if report.gpu is None:
-        persistent.compile_apart("08_fp32_matmul")
+        offline.compile_apart("08_fp32_matmul")
 
 
 # ---------------------------------------------------------------- the table

@@ -283,10 +283,10 @@ CLAIMS = [
 
 def table(results):
     """The claims as Markdown"""
-    import common
+    import tabulate
     rows = []
     for source, claim, where, judge in CLAIMS:
         here, verdict = judge(results)
         rows.append({"article": source, "claim": claim, "this GPU": here, "row": where, "verdict": verdict})
-    return common.tabulate.tabulate([list(row.values()) for row in rows], headers=list(rows[0]), tablefmt="github",
-                                    disable_numparse=True)
+    return tabulate.tabulate([list(row.values()) for row in rows], headers=list(rows[0]), tablefmt="github",
+                             disable_numparse=True)

@@ -10,6 +10,7 @@ times differ by no more than the sum of both rows' spread_pct, or 1%; a spread t
 of seconds, which are taken once, up to 25% is noise. A roof, which has no time, is compared by its GB/s. What is
 counted and not timed (instructions, registers, spills, shared memory, lines) is shown where it changed.
 """
+import argparse
 import collections
 import io
 import json
@@ -428,7 +429,7 @@ def plots(names):
 
 
 def main():
-    p = common.Parser(description=__doc__, formatter_class=common.argparse.RawDescriptionHelpFormatter)
+    p = common.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("runs", nargs="*", metavar="OLD NEW", help="two results folders, or two files")
     p.add_argument("--fail-slower", type=percent, metavar="PCT", help="status 1 where a row is slower by more")
     p.add_argument("--plots", action="store_true", help="draw results folders (default: all of results/) as SVGs")
@@ -449,7 +450,7 @@ def percent(text):
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise common.argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 up")
     return value
 
 

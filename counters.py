@@ -13,6 +13,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from functools import partial
 
 import torch
@@ -123,22 +124,38 @@ def meaning(read, written, least_read, least_written, spills):
 
 def kernels(report, readings):
     with report.table("kernels", "every kernel: bytes by formula and by counter, time by three clocks") as table:
-        worst = 0
+        log, windows = common.ClockLog(report.gpu["uuid"]), []
         for (case, least_read, least_written, calls), reading in zip(cases(report.gpu), readings):
             timed = common.bench({"do_bench": calls[0]}, 200, report.args.rep, report.args.rounds)["do_bench"]
+            begin = time.time()
             loop = common.loop_ms(calls)
-            worst = max(worst, abs(loop / timed["ms"] - 1))
+            windows.append((timed["windows"], [(begin, time.time())]))
             kernel = calls[0]()
             spills = getattr(kernel, "n_spills", 0)
             table.row(**case, bytes=least_read + least_written, ms=timed["ms"], loop_ms=loop,
                       ncu_ms=reading["ns"] / 1e6, spread_pct=timed["spread_pct"], dram_read_gb=reading["read"] / 1e9,
                       dram_write_gb=reading["written"] / 1e9, l2_hit_pct=reading["l2_hit"], mark=meaning(
                           reading["read"], reading["written"], least_read, least_written, spills))
+        log.stop()
+        for row, (ours, theirs) in zip(table.rows, windows):
+            row["sm_mhz"], row["loop_mhz"] = (log.medians(window)["sm_mhz"] for window in (ours, theirs))
+        time_, cycles = apart(table.rows, False), apart(table.rows, True)
         table.note("ms: do_bench, L2 flushed before each call. loop_ms: an event pair round back-to-back launches on "
-                   f"buffers larger than the L2; they differ by at most {100 * worst:.1f}%. ncu_ms: the kernel alone, "
-                   "no launch, no events, and the clock of a GPU that rests between launches.")
+                   f"buffers larger than the L2. They differ by at most {time_:.1f}%"
+                   + (f", and by {cycles:.1f}% in cycles (ms x clock): a flush is a rest for the tensor cores, after "
+                      "which a power-limited GPU runs faster." if cycles is not None else "."))
+        table.note("ncu_ms: the kernel alone, no launch, no events, and the clock of a GPU that rests between "
+                   "launches.")
         table.note("mark: where DRAM's bytes differ from the formula's by more than 5%; empty where they agree. What a "
                    "kernel wrote last is still in L2 when it ends, and is no DRAM traffic of its own.")
+
+
+def apart(rows, cycles):
+    """By how many percent the loop and do_bench differ at most, in time or in cycles; None without clocks."""
+    if cycles and not all(row["sm_mhz"] and row["loop_mhz"] for row in rows):
+        return None
+    return max(100 * abs(row["loop_ms"] / row["ms"] * (row["loop_mhz"] / row["sm_mhz"] if cycles else 1) - 1)
+               for row in rows)
 
 
 def main():

@@ -9,6 +9,7 @@ A measured part of the README stands between two markers, and nothing between th
     <!-- measured: claims -->                                      the articles' claims beside this GPU's figures
     <!-- end -->
 """
+import argparse
 import json
 import re
 import sys
@@ -67,7 +68,7 @@ def readme(text, results):
 
 
 def main():
-    p = common.Parser(description=__doc__, formatter_class=common.argparse.RawDescriptionHelpFormatter)
+    p = common.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--check", action="store_true", help="write nothing; status 1 where the README is out of date")
     p.add_argument("--gpu", default="nvidia-h200", help="folder of results/ (default nvidia-h200)")
     args = p.parse_args()

@@ -2153,11 +2153,11 @@ def test_a_mailbox_is_one_stream_s_and_its_tags_are_new(monkeypatch):
 
 
 COMPILES = """
-import concurrent.futures, importlib, json, os, common
+import concurrent.futures, importlib, json, os, common, offline
 split = importlib.import_module("06_split_softmax")
 def facts(case):
     dtype, plan, n_cols = case
-    kernel = common.compiled(*split.form(plan, dtype, n_cols))
+    kernel = offline.compiled(*split.form(plan, dtype, n_cols))
     cubin = kernel.asm["cubin"]
     return [str(case), plan.per_sm, kernel.metadata.num_warps, kernel.metadata.shared,
             kernel.metadata.launch_cooperative_grid == (plan.split > 1) == ("BPT.TRAP 0x1" in common.sass(cubin)),
@@ -2425,12 +2425,13 @@ def test_the_searches_of_07_s_table_compile_nothing(quick, monkeypatch):
 
 
 PTX = """
-import importlib, json, re, common
+import importlib, json, re, common, offline
 packed = importlib.import_module("08_fp32_matmul")
 import torch
 def count(mode):
     a, b, out = (torch.empty(4096, 4096) for _ in range(3))
-    ptx = "".join(common.compiled(*launch[::2]).asm["ptx"] for launch in packed.launches(packed.MODES[mode], a, b, out))
+    launches = packed.launches(packed.MODES[mode], a, b, out)
+    ptx = "".join(offline.compiled(*launch[::2]).asm["ptx"] for launch in launches)
     return {word: len(re.findall(rf"\\b{word}", ptx)) for word in
             ("fma.rn", "mma.sync", "wgmma.mma_async", "cp.async.ca", "cp.async.bulk.tensor")}
 print(json.dumps({mode: count(mode) for mode in ("ieee", "tf32", "bf16x6")}))
