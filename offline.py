@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import common
+import tables
 import triton
 
 
@@ -37,7 +38,7 @@ def compile_all(cases):
         kernel = compiled(*case)
         return common.resources(kernel.asm["cubin"]) | {"shared_bytes": kernel.metadata.shared}
     found = []
-    common.writable_cache()
+    tables.writable_cache()
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for own in pool.map(facts, cases):
             found.append(own)
