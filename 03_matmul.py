@@ -132,20 +132,8 @@ def matmul(a, b, precision="tf32", out=None, config=None):
     "bf16x3", "bf16x6") make NaN of infinities. Raises TypeError on dtypes, ValueError on shapes, devices and precisions
     that do not fit, RuntimeError where a gradient would be lost or a search captured.
     """
-    common.operands("matmul", common.DTYPES.values(), a=a, b=b, out=a if out is None else out)
-    for name, x in ("a", a), ("b", b):
-        if x.dim() != 2:
-            raise ValueError(f"matmul: {name} has {x.dim()} dimensions; it must be a matrix")
-    if precision not in PRECISIONS:
-        raise ValueError(f"matmul: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"matmul: a is {tuple(a.shape)} and b is {tuple(b.shape)}; a's columns must be b's rows")
+    a, b, out = checked(a, b, precision, out)
     (m, k), n = a.shape, b.shape[1]
-    if out is None:
-        out = torch.empty((m, n), dtype=a.dtype, device=a.device)
-    else:
-        common.writable("matmul", out, (m, n))
-        a, b = (common.apart(x, out, elementwise=False) for x in (a, b))
     if m == 0 or n == 0:
         return out
     args = (a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride())
@@ -155,9 +143,7 @@ def matmul(a, b, precision="tf32", out=None, config=None):
     config = config or (ANY if common.INTERPRETED else found.get(key))
     with torch.cuda.device_of(a):  # Triton launches on the current device
         if config is None:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"matmul: the search at {m} x {n} x {k} cannot be captured in a CUDA graph; call "
-                                   "matmul once before, or give a config")
+            may_search(m, n, k)
             tuned[lambda meta: programs(m, n, meta)](*args, **switches)
             config = found[key] = tuned.best_config
         else:
@@ -165,6 +151,30 @@ def matmul(a, b, precision="tf32", out=None, config=None):
             matmul.kernel = matmul_kernel[programs(m, n, config.kwargs)](*args, **config.all_kwargs(), **switches)
     matmul.config = config
     return out
+
+
+def checked(a, b, precision, out):
+    """(a, b, out) as matmul multiplies them, out made and what it overlaps copied; or matmul's errors."""
+    common.operands("matmul", common.DTYPES.values(), a=a, b=b, out=a if out is None else out)
+    for name, x in ("a", a), ("b", b):
+        if x.dim() != 2:
+            raise ValueError(f"matmul: {name} has {x.dim()} dimensions; it must be a matrix")
+    if precision not in PRECISIONS:
+        raise ValueError(f"matmul: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"matmul: a is {tuple(a.shape)} and b is {tuple(b.shape)}; a's columns must be b's rows")
+    shape = a.shape[0], b.shape[1]
+    if out is None:
+        return a, b, torch.empty(shape, dtype=a.dtype, device=a.device)
+    common.writable("matmul", out, shape)
+    return *(common.apart(x, out, elementwise=False) for x in (a, b)), out
+
+
+def may_search(m, n, k):
+    """Raise RuntimeError in a CUDA graph's capture."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"matmul: the search at {m} x {n} x {k} cannot be captured in a CUDA graph; call matmul "
+                           "once before, or give a config")
 
 
 def programs(m, n, meta):
@@ -219,16 +229,17 @@ def framed(x, pad=3):
     return room[:x.shape[0], :x.shape[1]].copy_(x)
 
 
-def verify(a, b, precision="tf32", config=None):
-    """matmul(a, b) against float64 on an output of NaN, nothing written beside it. The tolerance for randn: operands
-    rounded, summed over K as a random walk; a partial sum, up to 5 sqrt(K), truncated by tensor cores after each of
-    3K/8 instructions ("tf32x3" and "bf16x6"; others take fewer)."""
+def verify(a, b, precision="tf32", config=None, call=None, pad=3):
+    """matmul (or call, with its arguments) against float64 on an output of NaN, nothing written beside it: between its
+    rows are `pad` columns. The tolerance for randn: operands rounded, summed over K as a random walk; a partial sum, up
+    to 5 sqrt(K), truncated by tensor cores after each of 3K/8 instructions ("tf32x3" and "bf16x6"; others take fewer).
+    """
     m, n, k = a.shape[0], b.shape[1], a.shape[1]
-    room = torch.full((m + 2, n + 3), float("nan"), dtype=a.dtype, device=a.device)
-    out = room[1:m + 1, 1:n + 1]
-    matmul(a, b, precision, out, config)
+    room = torch.full((m + 2, n + pad), float("nan"), dtype=a.dtype, device=a.device)
+    out = room[1:m + 1, :n]
+    (call or matmul)(a, b, precision, out, config)
     unit = ROUNDING[precision] if a.dtype == torch.float32 else 0
-    what = f"matmul {m} x {n} x {k}, {a.dtype}, {precision}, {config and config_name(config)}"
+    what = f"matmul {m} x {n} x {k}, {a.dtype}, {precision}, {config}"
     torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=torch.finfo(a.dtype).eps + 2 * unit,
                                atol=16 * unit * k**0.5 + 2**-22 * k**1.5 + 2**-24, msg=lambda text: f"{what}: {text}")
     assert room.isnan().sum() == room.numel() - m * n, f"{what} wrote outside of its output"
@@ -258,7 +269,7 @@ def check(report):
     for dtype in dtypes if report.gpu else ():
         a, b = randn(512, 384, dtype=dtype), randn(384, 768, dtype=dtype)
         for config in fitting(None, {"a_ptr": a}):
-            checks += [partial(verify, a, b, precision, config)
+            checks += [partial(verify, a, b, precision, config, pad=16)  # the tables' alignment: their searches compile
                        for precision in (PRECISIONS if dtype == torch.float32 and not report.args.quick else ["tf32"])]
             checks.append(partial(verify, framed(a[:300, :200]), framed(b[:200, :500]), config=config))
         searches.append(partial(verify, a, b))

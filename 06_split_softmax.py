@@ -10,7 +10,6 @@ maximum and sum, and reduce their next row before they need the answer. In Gluon
 
 The answer is the row `triton` of the table `wide`, beside 02's kernel for such rows, which reads them twice.
 """
-import concurrent.futures
 import math
 import os
 import random
@@ -26,12 +25,11 @@ asked, os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET"), "0" 
 import torch  # noqa: E402
 
 import common  # noqa: E402
+import offline  # noqa: E402
 import peers  # noqa: E402
 import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
@@ -318,26 +316,13 @@ def soak(launches, dtypes, seed):
     print(f"{launches:,} launches, each right; {time.monotonic() - start:.0f} s")
 
 
-def compiled(plan, dtype, n_cols, gpu=H200):
-    """The CompiledKernel of launch() for rows of n_cols (dtype is its name), with no GPU."""
-    _, constants, options = geometry(plan, n_cols, common.DTYPES[dtype].itemsize, gpu)
-    known = {"out_ptr": f"*{dtype}", "words": "*i64", "source": f"tensordesc<i64[1, {plan.chunk // 8}],{LAYOUT!r}>"}
-    names = split_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
-    source = GluonASTSource(split_kernel, signature, {(names.index(key),): constants[key] for key in constants},
-                            {(names.index(key),): [["tt.divisibility", 16]] for key in ("out_ptr", "words")})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def compile_all(dtypes, quick):
-    """Where nothing can run: every pick, full rows and ragged ones; none may spill."""
-    cases = [(plan, dtype, n_cols) for dtype in dtypes for limit, plan in
-             PICKS[common.DTYPES[dtype].itemsize][:4 if quick else None] for n_cols in (limit, limit - 8)]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(lambda case: common.resources(compiled(*case).asm["cubin"]), cases))
-    assert not any(kernel["spills"] for kernel in found), [*zip(cases, found)]
-    print(f"The interpreter runs neither Gluon nor programs that wait for each other. Compiled for sm_90 instead: "
-          f"{len(cases)} kernels, no spills, up to {max(kernel['regs'] for kernel in found)} registers.")
+def form(plan, dtype, n_cols, gpu=H200):
+    """(kernel, keywords) of launch() for rows of n_cols (dtype is its name), with no GPU."""
+    x = torch.empty(1, n_cols, dtype=common.DTYPES[dtype])
+    _, constants, options = geometry(plan, n_cols, x.element_size(), gpu)
+    source = TensorDescriptor.from_tensor(x.view(torch.int64), [1, plan.chunk // 8], LAYOUT)
+    arguments = x, source, torch.empty(1, dtype=torch.int64), 1, 1, 1, 1
+    return split_kernel, dict(zip(split_kernel.arg_names, arguments)) | constants | options
 
 
 # ---------------------------------------------------------------- the table
@@ -370,7 +355,9 @@ def main():
     dtypes = [args.dtype] if args.dtype else ["bf16", "fp32"]
     checked = dtypes if args.dtype or args.quick else list(common.DTYPES)
     if gpu is None:
-        return parser.error("--soak needs a GPU") if args.soak else compile_all(checked, args.quick)
+        return parser.error("--soak needs a GPU") if args.soak else offline.compile_all([
+            form(plan, dtype, n_cols) for dtype in checked for limit, plan in PICKS[common.DTYPES[dtype].itemsize][
+                :4 if args.quick else None] for n_cols in (limit, limit - 8)])  # full rows and ragged ones
     if float(gpu["cc"]) < 9:
         return print(f"This step needs TMA, so compute capability 9.0 or newer; {gpu['name']} has {gpu['cc']}.")
     if args.soak:

@@ -322,7 +322,7 @@ def side_by_side(calls):
             progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
             step()
     try:
-        if INTERPRETED:
+        if device() == "cpu":
             return each(calls)
         current = torch.cuda.current_device()  # a new thread begins at device 0
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,

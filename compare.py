@@ -292,7 +292,10 @@ def widths(plt, files):
 
 
 def vs_cublas(plt, files):
-    rows = rows_of(files, "03_matmul", "vs_cublas", "n", "tflops")
+    rows = rows_of(files, "03_matmul", "vs_cublas", "n", "tflops") + [
+        row | {"provider": "triton, persistent (07)"}
+        for row in rows_of(files, "07_persistent_matmul", "vs_cublas", "n", "tflops")
+        if row.get("provider") == "triton" and row["n"] == row.get("m") == row.get("k")]
     if rows:
         figure, panels = by_dtype(plt, rows)
         for axes, dtype, own in panels:
@@ -306,7 +309,8 @@ def vs_cublas(plt, files):
                 axes.plot(*zip(*peaks), color="black", linewidth=1, linestyle=(0, (6, 2)),
                           label="peak, at the clock of the fastest")
             axes.set(xlabel="n (rows and columns)", title=f"n x n x n matmul, {dtype}")
-        return finished(figure), "03_matmul", "" if peaks else "The peak of this GPU, or its clock, is unknown."
+        name = min(files.keys() & {"03_matmul", "07_persistent_matmul"})
+        return finished(figure), name, "" if peaks else "The peak of this GPU, or its clock, is unknown."
 
 
 def configs(plt, files):

@@ -34,8 +34,10 @@ SCRIPTS = [path.stem for path in sorted(ROOT.glob("[0-9][0-9]_*.py"))]
 DEVICE = common.device()
 GPU = DEVICE == "cuda"
 TMA = GPU and torch.cuda.get_device_capability()[0] >= 9
+WGMMA = GPU and torch.cuda.get_device_capability()[0] == 9
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 needs_tma = pytest.mark.skipif(not TMA, reason="needs a GPU of compute capability 9.0 or newer")
+needs_wgmma = pytest.mark.skipif(not WGMMA, reason="needs a GPU of compute capability 9.0")
 without_gpu = pytest.mark.skipif(GPU, reason="what a machine without a GPU answers")
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not GPU, reason="no interpreter runs bf16"))
 NAN, INF = float("nan"), float("inf")
@@ -233,18 +235,18 @@ def test_softmax_refuses(x):
 UNIT_ROUNDOFF = {"tf32": 2**-10, "tf32x3": 2**-20, "ieee": 0, "bf16x3": 2**-14, "bf16x6": 2**-20}
 
 
-def check_matmul(a, b, precision="tf32", config=product.ANY):
-    """matmul(a, b) against float64: the inputs' rounding, summed over K as a random walk; that of the partial sums
-    (03's verify says how much); the output's.
+def check_matmul(a, b, precision="tf32", config=product.ANY, launch=None):
+    """matmul(a, b), or launch(a, b), against float64: the inputs' rounding, summed over K as a random walk; that of the
+    partial sums (03's verify says how much); the output's.
 
     With one config: a search for each shape would take most of the tests' time."""
     (m, k), n = a.shape, b.shape[1]
     out = torch.full((m, n), NAN, dtype=a.dtype, device=DEVICE)
-    result = product.matmul(a, b, precision=precision, out=out, config=config)
-    assert result is out
+    launch = launch or partial(product.matmul, precision=precision, config=config)
+    assert launch(a, b, out=out) is out
     unit = UNIT_ROUNDOFF[precision] if a.dtype == torch.float32 else 0
     rtol = {torch.float32: 2**-22, torch.float16: 2**-11, torch.bfloat16: 2**-8}[a.dtype]
-    torch.testing.assert_close(result.double(), a.double() @ b.double(), rtol=rtol + 2 * unit,
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=rtol + 2 * unit,
                                atol=16 * unit * k**0.5 + 2**-22 * k**1.5 + 2**-24)
 
 
@@ -715,11 +717,14 @@ TABLES = {
     "04_autotune": {"configs", "cost", "picks", "softmax"},
     "05_inspect_ir": {"stages", "layouts", "loop", "resources"},
     "06_split_softmax": {"wide"},
+    "07_persistent_matmul": {"vs_cublas"},
+    "08_fp32_matmul": {"fp32_precision"},
     "counters": {"grouping", "kernels"},
     "card": {"card"},
     "sanitize": {"sanitize"},
 }
-NOT_YET = {"06_split_softmax": {"wide"}}  # tables younger than the last full run
+NOT_YET = {"06_split_softmax": {"wide"}, "07_persistent_matmul": {"vs_cublas"},
+           "08_fp32_matmul": {"fp32_precision"}}  # tables younger than the last full run
 
 
 def problems(record, name):
@@ -853,7 +858,9 @@ FLAGS = {"01_vector_add": ["--n 0", "--n -5", "--n abc", "--n 1.5", "--block-siz
          "04_autotune": ["--n 0", "--n 1000", "--n abc"],
          "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing"],
          "06_split_softmax": ["--n-cols 0", "--n-cols abc", "--dtype fp8", "--soak 0", "--soak abc", "--save --soak 5",
-                              *([] if GPU else ["--soak 5"])]}
+                              *([] if GPU else ["--soak 5"])],
+         "07_persistent_matmul": ["--n 0", "--n abc", "--dtype fp32", "--save --n 512", "--save --dtype bf16"],
+         "08_fp32_matmul": ["--n 0", "--n -5", "--n abc", "--dtype fp32", "--save --n 512"]}
 WRONG = [(script, flags) for script in SCRIPTS for flags in (
     "--rounds 0", "--warmup -1", "--rep 0", "--device 99", "--nothing", "--save --quick", *FLAGS[script],
     *([] if GPU else ["--save", "--device 1"]))]
@@ -872,7 +879,8 @@ def test_wrong_flags_get_one_line(process, outcome):
 @needs_gpu
 @processes([("01_vector_add", "--n 100000000000"), ("02_fused_softmax", "--n-cols 100000000000"),
             ("03_matmul", "--n 10000000"), ("04_autotune", "--n 131072"),
-            ("06_split_softmax", "--n-cols 100000000000")])
+            ("06_split_softmax", "--n-cols 100000000000"),
+            *([("07_persistent_matmul", "--n 10000000"), ("08_fp32_matmul", "--n 10000000")] if WGMMA else [])])
 def test_what_does_not_fit_is_refused_with_its_bytes(process, outcome):
     done = outcome(process)
     assert refused(done) and re.search(r"needs [0-9,]{12,} bytes .* [0-9,]+ bytes are free", done.stderr), done.stderr
@@ -887,7 +895,7 @@ def planted(script, right, wrong):
                 assert right in source
                 source = source.replace(right, wrong)
             Path(folder, path.name).write_text(source)
-        return run(f"{script}.py", "--quick", cwd=folder)
+        return run(f"{'07_persistent_matmul' if script == 'specialized' else script}.py", "--quick", cwd=folder)
 
 
 @pytest.mark.parametrize("process", [pytest.param(partial(planted, *case), id=f"{case[0]} {case[2]}") for case in [
@@ -901,6 +909,15 @@ def planted(script, right, wrong):
     ("03_matmul", "a_mask = rk[None, :] < K - k * BLOCK_K", "a_mask = rk[None, :] < K"),
     ("03_matmul", "pid_m = first_m +", "pid_m = 0 * first_m +"),
     ("03_matmul", "pid_n = (pid", "pid_n = 0 * (pid"),
+    *([("07_persistent_matmul", "first = unit // tiles * k_tiles", "first = 0 * k_tiles"),
+       ("07_persistent_matmul", "row += unit // tiles * tl.cdiv(M, BLOCK_M) * BLOCK_M", "row += 0"),
+       ("07_persistent_matmul", "(row + part * part_rows)", "(row + 0 * part_rows)"),
+       ("07_persistent_matmul", "acc += tl.load(parts_ptr + (other * M", "acc += tl.load(parts_ptr + (0 * M"),
+       ("08_fp32_matmul", "x -= top", "x = top"), ("08_fp32_matmul", "(part * R + r) * stride_out", "r * stride_out"),
+       ] if WGMMA or not GPU else []),
+    *([("07_persistent_matmul", "tl.atomic_xchg(counts_ptr + tl.program_id(0), 0)", "pass"),
+       ("specialized", "* WGS * WG_M + WG * WG_M", "* WGS * WG_M"), ("specialized", "col + i * STORE_N", "col"),
+       ("specialized", "first = unit // tiles *", "first = 0 *")] if WGMMA else []),
     *([("06_split_softmax", "gl.where(first + c * CHUNK + vecs < end, x,", "gl.where(first + vecs < end, x,"),
        ("06_split_softmax", "gl.sum(totals * exp2((tops - shift) * LOG2E), 0)", "gl.sum(totals, 0)"),
        ("06_split_softmax", "exp2((owns[0] - shift) * LOG2E) / ", "1 / "),
@@ -1107,6 +1124,17 @@ def test_06_joins_the_picture_of_02(tmp_path):
         drawn = next(path for path in comparing.draw(files, tmp_path) if path.stem == "02_fused_softmax_widths")
         assert drawn.read_text().count("triton, split (06)") and "torch" not in drawn.read_text()
         files |= comparing.load(saved(tmp_path / "02", [timed(1.0, n_cols=64, gbps=1.0)], "02_fused_softmax", "widths"))
+
+
+def test_07_joins_the_picture_of_03(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    rows = [timed(1.0, provider=name, n=n, m=n, k=n, tflops=4.0) for name in ("triton", "cublas") for n in (64, 128)]
+    rows.append(timed(1.0, n=64, m=64, k=128, tflops=4.0))   # no square
+    files = comparing.load(saved(tmp_path, rows, "07_persistent_matmul"))
+    for _ in range(2):                                       # alone, as --plot draws it, and beside 03
+        drawn = next(path for path in comparing.draw(files, tmp_path) if path.stem == "03_matmul_vs_cublas")
+        assert drawn.read_text().count("triton, persistent (07)") and "cublas" not in drawn.read_text()
+        files |= comparing.load(saved(tmp_path / "03", [timed(1.0, n=64, tflops=1.0)]))
 
 
 def test_pictures_without_matplotlib_get_one_line(monkeypatch, capsys):
@@ -1788,7 +1816,8 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python 05_inspect_ir.py --stage ptx > /dev/full", {}, 2, "standard output: No space left"),
     ("python 02_fused_softmax.py --quick > /dev/full", {}, 2, "standard output: No space left"),
     ("python 06_split_softmax.py --quick > /dev/full", {}, 2, "standard output: No space left"),
-    ("python 06_split_softmax.py --quick", {"TRITON_CACHE_DIR": BLOCKED}, 2, "set TRITON_CACHE_DIR"),
+    *((f"python {name}.py --quick", {"TRITON_CACHE_DIR": BLOCKED}, 2, "set TRITON_CACHE_DIR") for name in
+      ("06_split_softmax", "07_persistent_matmul", "08_fp32_matmul")),
     (f"python 05_inspect_ir.py --kernel add_kernel --dump {BLOCKED}", {}, 2, "cannot write .*Not a directory"),
     (f"python 05_inspect_ir.py --quick --kernel add_kernel --json {BLOCKED}", {}, 2, "cannot write"),
     ("python 05_inspect_ir.py --quick --kernel add_kernel", {"TRITON_CACHE_DIR": BLOCKED}, 2,
@@ -1805,6 +1834,7 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python compare.py results/nvidia-h200 results/nvidia-h200 | true", {}, 0, None),  # its status is its verdict
     ("python counters.py --save --quick", {}, 2, "--quick"),
     *([] if GPU else [("python 03_matmul.py", {"TRITON_INTERPRET": "0"}, 2, "TRITON_INTERPRET"),
+                      ("python 08_fp32_matmul.py", {"TRITON_INTERPRET": "0"}, 2, "TRITON_INTERPRET"),
                       ("python 05_inspect_ir.py --inductor", {}, 2, "needs a GPU")])]])
 def test_what_a_shell_can_do_to_a_script(process, status, line, outcome):
     lines, found = outcome(process)
@@ -2234,11 +2264,11 @@ def test_a_mailbox_is_one_stream_s_and_its_tags_are_new(monkeypatch):
 
 
 COMPILES = """
-import concurrent.futures, importlib, json, os, common
+import concurrent.futures, importlib, json, os, common, offline
 split = importlib.import_module("06_split_softmax")
 def facts(case):
     dtype, plan, n_cols = case
-    kernel = split.compiled(plan, dtype, n_cols)
+    kernel = offline.compiled(*split.form(plan, dtype, n_cols))
     cubin = kernel.asm["cubin"]
     return [str(case), plan.per_sm, kernel.metadata.num_warps, kernel.metadata.shared,
             kernel.metadata.launch_cooperative_grid == (plan.split > 1) == ("BPT.TRAP 0x1" in common.sass(cubin)),
@@ -2270,6 +2300,294 @@ def test_06_beside_a_gpu_whose_interpreter_is_asked_for_compiles():
     assert done.returncode == 0 and "Nothing is timed: TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
     assert "no spills" in done.stdout
     one_line(program(WITH_GPU, "06_split_softmax.py", "--save", env=env), 2, "not together with TRITON_INTERPRET=1")
+
+
+# ---------------------------------------------------------------- 07 and 08
+
+persistent, packed = map(importlib.import_module, ("07_persistent_matmul", "08_fp32_matmul"))
+Config = persistent.Config
+# On a GPU every config of the table is checked by the script itself; these are one a kernel and way to launch it.
+CONFIGS = [None, Config("tma", 32, 32, 32, 2, 2, group=1)] if not GPU else [
+    Config("ws", 128, 256, 64, 4), Config("ws", 64, 64, 128, 4), Config("ws", 128, 128, 64, 5, 3),
+    Config("tma", 64, 64, 128, 4, warps=4), Config("tma", 64, 32, 128, 4, 3, warps=4)]
+ALIGNED = [(1, 8, 8), (17, 8, 16), (16, 16, 16), (33, 72, 24), (127, 136, 40), (128, 128, 64), (64, 64, 8), (5, 8, 304),
+           (17, 520, 40), (260, 40, 264), (130, 264, 1000)]  # rows of a multiple of 16 bytes
+pytestmark.append(pytest.mark.filterwarnings("ignore::UserWarning:triton.runtime.interpreter"))
+
+
+def check_persistent(a, b, config=None, own=True):
+    check_matmul(a, b, launch=partial(persistent.persistent_matmul, config=config))
+    assert (persistent.persistent_matmul.config is not None) == (own and (WGMMA or not GPU)), "07's kernel or 03's"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("m, n, k", ALIGNED)
+def test_persistent_matmul(m, n, k, dtype, config):
+    check_persistent(randn(m, k, dtype=dtype), randn(k, n, dtype=dtype), config)
+    check_persistent(randn(m, k, dtype=dtype), randn(n, k, dtype=dtype).t(), config)
+
+
+@pytest.mark.parametrize("kernel", ["narrow", "narrow/t"])
+@pytest.mark.parametrize("split", [1, 2, 5])
+@pytest.mark.parametrize("m, n, k", [(1, 8, 8), (3, 72, 200), (16, 136, 520)])
+def test_persistent_matmul_of_few_rows(m, n, k, split, kernel):
+    config = Config(kernel, 16, 64, 64, 3, split, warps=4)
+    for _ in range(2):                                       # the counters of the first launch are zero again
+        check_persistent(randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16), config)
+
+
+@needs_wgmma
+@pytest.mark.parametrize("m, n, k", [(512, 512, 512), (7, 512, 1024), (300, 520, 200)])
+def test_persistent_matmul_by_search(m, n, k):
+    a, b = randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16)
+    for _ in range(2):
+        check_persistent(a, b)
+    found = persistent.persistent_matmul.found
+    assert persistent.persistent_matmul.config == found[0]
+    assert sorted(found) == sorted(persistent.candidates(m, n, k, persistent.sms_of(a.device)))
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0)])
+def test_the_empty_is_03_s(m, n, k):
+    check_persistent(randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16), own=False)
+    for precision in product.PRECISIONS[:3]:
+        check_matmul(randn(m, k), randn(k, n), precision, launch=partial(packed.fp32_matmul, precision=precision))
+
+
+@pytest.mark.parametrize("view, own", [
+    (lambda x: x[:, 8:80], True), (lambda x: x[::3], True), (lambda x: x[1:, 8:], True), (lambda x: x[:, ::2], False),
+    (lambda x: x[:, 3:80], False), (lambda x: x[:1].expand(40, -1), False), (lambda x: x[:, :0], False)])
+def test_persistent_matmul_strides(view, own):
+    x, fp16, config = view(randn(72, 104, dtype=torch.float16)), partial(randn, dtype=torch.float16), CONFIGS[1]
+    rows, columns = x.shape
+    check_persistent(x, fp16(columns, 56), config, own)
+    check_persistent(fp16(56, columns), x.t(), config, own and rows % 8 == 0)  # else the output is not what TMA takes
+    check_persistent(fp16(40, triton.cdiv(rows, 8) * 8)[:, :rows], x, config, own)
+
+
+def test_persistent_matmul_of_what_tma_cannot_take_is_03_s():
+    fp16 = partial(randn, dtype=torch.float16)
+    check_persistent(fp16(40, 41), fp16(41, 48), own=False)                      # A's rows
+    check_persistent(fp16(40, 48), fp16(48, 41), own=False)                      # B's, and the output's
+    check_persistent(fp16(40 * 48 + 1)[1:].view(40, 48), fp16(48, 48), own=False)
+    check_persistent(fp16(48, 40).t(), fp16(48, 48), own=False)
+    check_persistent(randn(40, 48), randn(48, 48), own=False)                    # FP32
+    assert not persistent.tma_takes(torch.empty_strided((2, 8), (2**37, 1), device="meta"))
+    assert not persistent.tma_takes(torch.empty((2**30, 8), device="meta"))
+
+
+@pytest.mark.parametrize("launch", [lambda a, b, out: persistent.persistent_matmul(a, b, out, CONFIGS[1]),
+                                    lambda a, b, out: packed.fp32_matmul(a, b, "ieee", out)], ids=["07", "08"])
+@pytest.mark.parametrize("which", ["a", "b", "both", "a part of a", "columns of b"])
+def test_07_and_08_into_their_own_input(which, launch):
+    dtype = torch.float32 if "fp32_matmul" in launch.__code__.co_names else torch.float16
+    a, b = randn(64, 64, dtype=dtype), randn(64, 64, dtype=dtype)
+    b = a if which == "both" else b
+    out = b if which == "b" else a
+    reference = a.double() @ b.double()
+    if which == "a part of a":
+        a, out, reference = a[:40], a[16:56], reference[:40]
+    if which == "columns of b":
+        b, out, reference = b[:, :40], b[:, 16:56], reference[:, :40]
+    assert launch(a, b, out) is out
+    torch.testing.assert_close(out.double(), reference, rtol=2**-10, atol=1e-2)
+
+
+def test_07_and_08_write_no_other_element():
+    for launch, dtype in ((partial(persistent.persistent_matmul, config=CONFIGS[1]), torch.float16),
+                          (packed.fp32_matmul, torch.float32)):
+        a, b, room = randn(40, 48, dtype=dtype), randn(48, 29, dtype=dtype), poisoned(randn(60, 64).to(dtype))
+        launch(a, b if dtype == torch.float32 else persistent.framed(48, 29, dtype).copy_(b), out=room[8:48, 8:37])
+        torch.testing.assert_close(room[8:48, 8:37].double(), a.double() @ b.double(), rtol=1e-2, atol=0.05)
+        assert room.isnan().sum() == 60 * 64 - 40 * 29
+
+
+REFUSED_MATMULS = {
+    **{name: lambda x, bad=bad: (bad(x)[0], x) for name, bad in REFUSED.items() if not name.startswith("out")},
+    **{f"b {name}": lambda x, bad=bad: (x, bad(x)[0]) for name, bad in REFUSED.items() if not name.startswith("out")},
+    **{name: lambda x, bad=bad: (x, x, bad(x)[1]) for name, bad in REFUSED.items() if name.startswith("out")},
+    "shapes": lambda x: (x, x[1:]), "dtypes": lambda x: (x, x.bfloat16()), "out fp16": lambda x: (x, x, x.bfloat16()),
+    "out's strides": lambda x: (x, x, x.as_strided(x.shape, (1, 1)))}
+
+
+@pytest.mark.parametrize("arguments", REFUSED_MATMULS.values(), ids=REFUSED_MATMULS)
+def test_07_and_08_refuse_what_03_refuses_in_its_words(arguments):
+    for launch, dtype in ((persistent.persistent_matmul, torch.float16), (packed.fp32_matmul, torch.float32)):
+        x, errors = randn(16, 16, dtype=dtype), []
+        for one in (product.matmul, launch):
+            a, b, *out = arguments(x)
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+                one(a, b, out=out[0] if out else None)
+            errors.append((error.type, str(error.value)))
+        assert errors[0] == errors[1] and errors[0][1].startswith("matmul: ")
+
+
+def test_08_refuses_a_precision_as_03_does():
+    for launch in (product.matmul, packed.fp32_matmul):
+        with pytest.raises(ValueError, match="matmul: precision is 'tf64'"):
+            launch(randn(16, 16), randn(16, 16), precision="tf64")
+
+
+def test_07_and_08_are_right_without_gradients():
+    for launch, dtype in ((partial(persistent.persistent_matmul, config=CONFIGS[1]), torch.float16),
+                          (packed.fp32_matmul, torch.float32)):
+        x = randn(16, 16, dtype=dtype).requires_grad_()
+        with torch.no_grad():
+            assert torch.equal(launch(x, x), launch(x.detach(), x.detach()))
+
+
+@pytest.mark.parametrize("precision", product.PRECISIONS)
+@pytest.mark.parametrize("m, n, k", [(1, 4, 16), (33, 64, 17), (300, 520, 100) if GPU else (65, 72, 40)])
+def test_fp32_matmul(m, n, k, precision):
+    if not GPU and precision.startswith("bf16"):
+        pytest.skip("no interpreter runs it")
+    launch = partial(packed.fp32_matmul, precision=precision)
+    for a, b in ((randn(m, k), randn(k, n)), (randn(k, m).t(), randn(n, k).t()),
+                 (randn(m, 2 * k)[:, ::2], randn(k, n))):
+        check_matmul(a, b, precision, launch=launch)
+        own = WGMMA and (precision != "ieee" or persistent.tma_takes(a, b))
+        assert (packed.fp32_matmul.config is not None) == own
+    check_matmul(randn(m, k), randn(k, n + 1), precision, launch=launch)      # an output that TMA cannot take
+    assert packed.fp32_matmul.config is None
+
+
+@needs_wgmma
+@pytest.mark.parametrize("m, n, k", [(40, 48, 56), (7, 512, 1024)])
+def test_07_and_08_in_streams_and_graphs(m, n, k):
+    """Launches that overlap share no counters, and a graph has its own; a search is not captured."""
+    config = Config("narrow", 16, 64, 128, 4, 5, warps=4) if m <= 16 else CONFIGS[2]
+    launch, fp16 = partial(persistent.persistent_matmul, config=config), partial(randn, dtype=torch.float16)
+    calls = [(launch, fp16(m, k), fp16(k, n), fp16(m, n)) for _ in range(3)]
+    calls.append((packed.fp32_matmul, randn(40, k), randn(k, n), randn(40, n)))
+    for run_one, a, b, out in calls:
+        run_one(a, b, out=out)                               # compiles
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        for run_one, a, b, out in calls[::3]:
+            run_one(a, b, out=out)
+    with pytest.raises(RuntimeError, match="matmul once before"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            persistent.persistent_matmul(fp16(24, 520), fp16(520, 24))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(10):
+        for _, a, _, out in calls:
+            a.copy_(torch.randn_like(a))
+            out.fill_(NAN)
+        torch.cuda.synchronize()
+        graph.replay()
+        for stream, (run_one, a, b, out) in list(zip(streams, calls))[1:3]:
+            with torch.cuda.stream(stream):
+                run_one(a, b, out=out)
+        torch.cuda.synchronize()
+        for _, a, b, out in calls:
+            torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=2**-9, atol=2**-10 * 16 * k**0.5)
+
+
+# ---- 07 and 08 where nothing can run: what is compiled, and by what arithmetic
+
+TABLE_SHAPES = [(n, n, n) for n in persistent.SQUARES] + [*persistent.ODD]
+
+
+@pytest.mark.parametrize("sms", [1, 20, 78, 132])
+def test_candidates_suit_any_product(sms):
+    for m in (1, 16, 17, 64, 300, 4096, 100_000):
+        for n in (8, 64, 1000, 8192, 2**20):
+            for k in (8, 256, 4096, 2**20):
+                found = persistent.candidates(m, n, k, sms)
+                assert len(found) == len(set(found)) or sms < 132
+                assert any(config.kernel == "tma" for config in found), "what the interpreter and B transposed take"
+                for config in found:
+                    units = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.split
+                    assert config.split == 1 or k >= 256 * config.split and units <= 3 * sms
+                    assert m <= 16 or not config.kernel.startswith("narrow")
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_searches_of_07_s_table_compile_nothing(quick, monkeypatch):
+    """What Triton keeps a binary by: each launch of the table's searches has the key of one in check()."""
+    keys, seen = set(), []
+
+    def key(kernel, grid, keywords):
+        name = kernel.fn.__name__
+        return name, *((key, (value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else
+                        (value.base.dtype, *value.block_shape) if hasattr(value, "block_shape") else
+                        None if key in persistent.SIZES else (value == 1, value % 16 == 0) if type(value) is int and
+                        key.islower() and key not in ("num_warps", "num_stages") else value)
+                       for key, value in sorted(keywords.items()))
+    monkeypatch.setattr(persistent, "run", lambda todo: keys.update(key(*launch) for launch in todo))
+    monkeypatch.setattr(product, "verify", lambda a, b, config, pad, call=None: seen.append(config) if call is None else
+                        call(a, b, None, poisoned(randn(len(a) + 2, b.shape[1] + pad)).to(a.dtype)[1:-1, :b.shape[1]],
+                             config))
+    monkeypatch.setattr(product, "fitting", lambda configs, _: product.CONFIGS[2])
+    monkeypatch.setattr(product, "framed", lambda x, pad: torch.empty(
+        len(x) + pad, x.shape[1] + pad, dtype=x.dtype)[:len(x), :x.shape[1]])
+    shapes = [(n, n, n) for n in (512, 1024, 4096)] if quick else TABLE_SHAPES
+    args = types.SimpleNamespace(quick=quick)
+    persistent.check(types.SimpleNamespace(name="07", gpu={"sms": 132}, args=args),
+                     [(*shape, dtype) for shape in shapes for dtype in ("bf16", "fp16")])
+    assert len(seen) == 2 * len(product.CONFIGS[2]), "03's, too"
+    for m, n, k in shapes:
+        a, b, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, k), (k, n), (m, n)))
+        for config in persistent.candidates(m, n, k, 132):
+            for launch in persistent.launches(config, a, b, out):
+                assert key(*launch) in keys, config
+
+
+PTX = """
+import importlib, json, re, common, offline
+packed = importlib.import_module("08_fp32_matmul")
+import torch
+def count(mode):
+    a, b, out = (torch.empty(4096, 4096) for _ in range(3))
+    launches = packed.launches(packed.MODES[mode], a, b, out)
+    ptx = "".join(offline.compiled(*launch[::2]).asm["ptx"] for launch in launches)
+    return {word: len(re.findall(rf"\\b{word}", ptx)) for word in
+            ("fma.rn", "mma.sync", "wgmma.mma_async", "cp.async.ca", "cp.async.bulk.tensor")}
+print(json.dumps({mode: count(mode) for mode in ("ieee", "tf32", "bf16x6")}))
+"""
+
+
+def test_ieee_has_no_tensor_core_and_tf32_no_narrow_copy():
+    done = program(PTX, env={"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ieee, tf32, split = (found[mode] for mode in ("ieee", "tf32", "bf16x6"))
+    assert ieee["fma.rn"] >= 64 and not ieee["mma.sync"] and not ieee["wgmma.mma_async"]
+    assert tf32["wgmma.mma_async"] and not tf32["mma.sync"] and not tf32["fma.rn"]
+    assert split["wgmma.mma_async"] == 3 * tf32["wgmma.mma_async"], "6 products, of twice the K each"
+    assert all(mode["cp.async.bulk.tensor"] and not mode["cp.async.ca"] for mode in found.values())
+
+
+@pytest.mark.parametrize("precision", [name for name, mode in packed.MODES.items() if not isinstance(mode, packed.Fma)])
+def test_packed_parts_add_up(precision):
+    mode = packed.MODES[precision]
+    packed.parts_add_up(mode if GPU else mode._replace(dtype=torch.float32))  # no interpreter runs bf16
+
+
+def test_packing_rounds_to_nearest_and_keeps_what_is_no_number():
+    """TF32 has 10 bits of fraction: ties away from zero; what would round to infinity does not."""
+    step = 2.0**-10
+    x = torch.tensor([[1 + step, 1 + 0.49 * step, 1 + 0.5 * step, -1 - 0.5 * step, 1 + 0.51 * step, 0.0, -0.0, INF,
+                       -INF, NAN, 3.4028234e38, -3.4028234e38, 1e-40]], device=DEVICE)
+    rounded, todo = packed.pack(x, packed.MODES["tf32"])
+    persistent.run(todo)
+    largest = 2.0**127 * (2 - step)
+    expected = torch.tensor([[1 + step, 1, 1 + step, -1 - step, 1 + step, 0.0, -0.0, INF, -INF, NAN, largest,
+                              -largest]], device=DEVICE)
+    torch.testing.assert_close(rounded[:, :-1], expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(rounded[0, 5:7].signbit(), expected[0, 5:7].signbit())
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["07_persistent_matmul", "08_fp32_matmul"])
+def test_07_and_08_beside_a_gpu_whose_interpreter_is_asked_for_compile(name):
+    env = {"TRITON_INTERPRET": "1"}
+    done = program(WITH_GPU, f"{name}.py", "--quick", env=env)
+    assert done.returncode == 0 and "Nothing is timed: TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
+    assert "no spills" in done.stdout
+    one_line(program(WITH_GPU, f"{name}.py", "--save", env=env), 2, "not together with TRITON_INTERPRET=1")
 
 
 # ---------------------------------------------------------------- make

@@ -8,8 +8,8 @@ kernel multiplies the parts. "ieee" is `fma_kernel`: the same ring of TMA tiles,
     python 08_fp32_matmul.py --n 8192     another size; any n, in elements a side
     python 08_fp32_matmul.py --quick      a smoke run
 
-The answer is the column `ratio` of the rows `triton`, whose times contain the packing; "triton/pointers" is 03's matmul,
-"triton/pack" the packing alone. Needs compute capability 9.0.
+The answer is the column `ratio` of the rows `triton`, whose times contain the packing; "triton/pointers" is 03's
+matmul, "triton/pack" the packing alone. Needs compute capability 9.0.
 """
 import importlib
 import sys
@@ -19,15 +19,16 @@ from typing import NamedTuple
 import torch
 
 import common  # before triton: it chooses the interpreter where there is no GPU
+import offline
 import triton
 import triton.language as tl
+from specialized import SIZES, _barriers, _next, _produce, _ring, _tile
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 product, persistent = map(importlib.import_module, ("03_matmul", "07_persistent_matmul"))
-Config, _tile, _next, _produce, _ring, _barriers = (getattr(persistent, name) for name in (
-    "Config", "_tile", "_next", "_produce", "_ring", "_barriers"))
+Config = persistent.Config
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _fma(a_bufs, b_bufs, ready, empty, c_ptr, stride_c, M, N, K, BLOCK_M: gl.con
         gl.store(c_ptr + rows.to(gl.int64) * stride_c + cols, acc, mask=(rows < M) & (cols < N))
 
 
-@gluon.jit(do_not_specialize=persistent.SIZES)
+@gluon.jit(do_not_specialize=SIZES)
 def fma_kernel(a_desc, b_desc, c_ptr, stride_c, M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
                GROUP_M: gl.constexpr, STAGES: gl.constexpr, TM: gl.constexpr, TN: gl.constexpr, LM: gl.constexpr,
                WM: gl.constexpr):
@@ -146,40 +147,37 @@ def launches(mode, a, b, out, sms=132):
             "GROUP_M": group, "STAGES": stages, "TM": tm, "TN": tn, "LM": lm, "WM": wm, "num_warps": 8})]
     a, packing = pack(a, mode) if mode.a_packed or not persistent.tma_takes(a) else (a, [])
     b, more = pack(b.t(), mode)
-    return packing + more + persistent.launches(mode.config, a, b, out, True, mode.parts, sms)
+    return packing + more + persistent.launches(mode.config, a, b.t(), out, True, mode.parts, sms)
 
 
 def fp32_matmul(a, b, precision="tf32", out=None, mode=None):
     """a @ b for FP32: 03's matmul with the same arguments, errors and results.
 
     a: (M, K), b: (K, N), any strides; "ieee" needs what TMA can copy (rows that are 16-byte aligned and without gaps).
-    It is 03's where TMA cannot take out, or for "ieee" a or b, and off compute capability 9.0. Split in parts, infinity
-    becomes NaN; "tf32" keeps it. mode: one of MODES' kind, to run instead.
+    It is 03's, fp32_matmul.config then None, for other dtypes, where TMA cannot take out, or for "ieee" a or b, and off
+    compute capability 9.0. Split in parts, infinity becomes NaN; "tf32" keeps it. mode: one of MODES' kind, to run
+    instead.
     """
-    if a.dtype != torch.float32:
-        raise TypeError(f"fp32_matmul: a is {a.dtype}; it must be fp32 (07's persistent_matmul takes bf16 and fp16)")
-    usual = (a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and a.dtype == b.dtype and a.device == b.device
-             and precision in MODES and min(*a.shape, *b.shape) > 0 and persistent.hopper(a))
-    result = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device) if out is None and usual else out
-    # No interpreter runs Gluon: there it is 03's, too.
-    if (common.INTERPRETED or not usual or not persistent.tma_takes(result, *((a, b) if precision == "ieee" else ()))
-            or (result.shape, result.dtype, result.device) != ((a.shape[0], b.shape[1]), a.dtype, a.device)):
+    a, b, out = product.checked(a, b, precision, out)
+    mode = mode or MODES[precision]
+    read = (a, b) if isinstance(mode, Fma) else ()
+    # No interpreter runs Gluon: there it is 03's, too. Rows of parts are counted in 32 bits.
+    if (common.INTERPRETED or a.dtype != torch.float32 or not persistent.sms_of(a.device)
+            or not persistent.tma_takes(out, *read) or not 0 < a.shape[1] or max(*out.shape, a.shape[1]) >= 2**28):
         fp32_matmul.config = None
         return product.matmul(a, b, precision, out)
-    mode = mode or MODES[precision]
     with torch.cuda.device_of(a):  # Triton launches on the current device
-        persistent.run(launches(mode, a, b, result, persistent.sms_of(a.device)))
+        persistent.run(launches(mode, a, b, out, persistent.sms_of(a.device)))
     fp32_matmul.config = mode if isinstance(mode, Fma) else mode.config
-    return result
+    return out
 
 
 # ---------------------------------------------------------------- proof
 
 def cases():
-    """{name: launch} of every kernel that fp32_matmul launches on large matrices."""
+    """(kernel, keywords) of all that fp32_matmul launches on large matrices."""
     a, b, out = (torch.empty(4096, 4096) for _ in range(3))
-    return {f"{precision} {index}": (kernel, keywords) for precision, mode in MODES.items()
-            for index, (kernel, _, keywords) in enumerate(launches(mode, a, b, out))}
+    return [launch[::2] for mode in MODES.values() for launch in launches(mode, a, b, out)]
 
 
 def parts_add_up(mode):
@@ -202,38 +200,35 @@ def parts_add_up(mode):
 
 
 def verify(precision, m, n, k, mode=None):
-    """fp32_matmul on ragged sizes between NaN, twice: 3 programs with many tiles each, then all."""
+    """fp32_matmul's launches on ragged sizes between NaN, twice: 3 programs with many tiles each, then all."""
     mode = mode or MODES[precision]
-    (a, _), (b, _) = persistent.framed(m, k, torch.float32), persistent.framed(k, n, torch.float32)
-    for x, y in ((a, b), (a, persistent.framed(n, k, torch.float32)[0].t()), (a[:, 1:], b[1:])):
+    a, b, b_t = (persistent.framed(*shape, torch.float32) for shape in ((m, k), (k, n), (n, k)))
+    for x, y in ((a, b), (a, b_t.t()), (a[:, 1:], b[1:])):
         for sms in (3, persistent.sms_of(a.device)):
-            out, room = persistent.framed(m, n, torch.float32, fill=False)
-            if isinstance(mode, Fma) and not persistent.tma_takes(x, y):
-                continue  # what fp32_matmul hands to 03
-            persistent.run(launches(mode, x, y, out, sms))
-            persistent.agrees(out, room, x, y, f"{precision} {m} x {n} x {k}", product.ROUNDING[precision])
+            def call(x, y, precision, out, config):
+                persistent.run(launches(mode, x, y, out, sms))
+            if not isinstance(mode, Fma) or persistent.tma_takes(x, y):  # else fp32_matmul hands it to 03
+                product.verify(x, y, precision, mode, call, persistent.pad(n))
 
 
-def check(report):
-    """Every path before anything is timed; without a GPU the packing in the interpreter, while Gluon's kernels are
-    compiled."""
+def check(report, precisions):
+    """Every path before anything is timed, also 03's, so that its searches compile nothing; without a GPU the packing
+    in the interpreter, while Gluon's kernels are compiled."""
     print(f"[{report.name}] check", file=sys.stderr, flush=True)
     splits = [mode for mode in MODES.values() if not isinstance(mode, Fma)]
     if report.gpu is None:  # no interpreter runs bf16: its parts, kept in FP32, are the same numbers
         splits = [mode._replace(dtype=torch.float32) for mode in splits]
     checks = [partial(parts_add_up, mode) for mode in splits]
     if report.gpu:
-        checks += [partial(verify, precision, *shape) for precision in MODES
+        checks += [partial(verify, precision, *shape) for precision in precisions
                    for shape in ((1, 4, 16), (300, 520, 1111), (129, 1000, 200))]
         checks.append(partial(verify, "tf32", 300, 520, 1111, MODES["tf32"]._replace(a_packed=False)))
+        a, b = (torch.randn(256, 256, device="cuda") for _ in range(2))
+        checks += [partial(product.verify, a, b, precision, config, pad=16) for precision in precisions
+                   for config in product.fitting(None, {"a_ptr": a})]
     common.side_by_side(checks)
-    a, b = (torch.randn(40, 40, device=common.device()) for _ in range(2))
-    for x, y in ((a, b), (a[:, 1:], b[1:]), (a[:, :0], b[:0])):
-        for _ in range(2):
-            out = fp32_matmul(x, y, "ieee", torch.full_like(a, float("nan")))
-            torch.testing.assert_close(out.double(), x.double() @ y.double(), rtol=2**-22, atol=2**-16)
     if report.gpu is None:
-        persistent.no_spills("08_fp32_matmul")
+        offline.compile_apart("08_fp32_matmul")
 
 
 # ---------------------------------------------------------------- the table
@@ -244,7 +239,7 @@ def need(n):
                                                   if not isinstance(mode, Fma)))
 
 
-def fp32_precision(report, n):
+def fp32_precision(report, n, precisions):
     with report.table("fp32_precision", "FP32 operands, packed before the product: what each precision costs, and "
                       "gives", baseline="cublas ieee") as table:
         a, b, out = product.square(n, "fp32")
@@ -257,23 +252,28 @@ def fp32_precision(report, n):
             extra[name] = {"provider": provider, "precision": precision, "unit": product.UNITS[precision],
                            "rel_error": error, "baseline": baseline, "config": config and (
                                str(config) if last is fp32_matmul else product.config_name(config))}
-        for precision in product.PRECISIONS:
+        ours = persistent.tma_takes(out)
+        if not ours:
+            table.note(f"No rows triton at {n:,}: TMA takes no such rows, so fp32_matmul is 03's matmul.")
+        for precision in precisions:
             baseline = "cublas tf32" if precision == "tf32" else "cublas ieee"
-            add(precision, "triton", precision, partial(fp32_matmul, precision=precision), baseline, fp32_matmul)
+            if ours:
+                add(precision, "triton", precision, partial(fp32_matmul, precision=precision), baseline, fp32_matmul)
             add(f"03 {precision}", "triton/pointers", precision, partial(product.matmul, precision=precision), baseline,
                 product.matmul)
         for mode in ("ieee", "tf32"):
             add(f"cublas {mode}", "cublas", mode, partial(product.cublas, mode=mode), f"cublas {mode}")
-        for precision, mode in MODES.items():
-            if not isinstance(mode, Fma):
+        for precision in precisions:
+            mode = MODES[precision]
+            if ours and not isinstance(mode, Fma):
                 packing = [launch for x in (a, b.t()) for launch in pack(x, mode)[1]]
                 providers[f"pack {precision}"] = partial(persistent.run, packing)
                 extra[f"pack {precision}"] = {
                     "provider": "triton/pack", "precision": precision, "flops": None, "baseline": "none",
                     "bytes": 2 * n * n * (4 + mode.parts * mode.dtype.itemsize)}
         table.time(product.case(n, "fp32"), providers, extra, flops=2 * n**3)
-        table.note("triton/pack: the pass over A and B alone, which the rows above it contain; it has no ratio. \"ieee\" "
-                   "packs nothing.")
+        table.note("triton/pack: the pass over A and B alone, which the rows above it contain; it has no ratio. "
+                   "\"ieee\" packs nothing.")
         table.note("ratio: \"tf32\" over cuBLAS's TF32, all others over cuBLAS's FP32 (\"ieee\"). pct_peak is of the "
                    "unit that does the work, for 2MNK useful FLOPs: TF32 for \"tf32\" and \"tf32x3\", BF16 for "
                    "\"bf16x3\" and \"bf16x6\", which multiply 3, 3 and 6 times, FP32 for \"ieee\".")
@@ -289,12 +289,12 @@ def main():
         return
     if report.gpu and args.n:
         report.need(need(args.n), f"--n {args.n}")
-    check(report)
+    precisions = product.PRECISIONS[::2 if args.quick else 1]
+    check(report, precisions)
     if report.gpu is None:
-        print("The packed parts add up, and so do their products, in the interpreter. It runs no Gluon and no bf16: all "
-              "kernels were compiled for compute capability 9.0 instead, without spills.")
+        print("The packed parts add up, and so do their products, in the interpreter.")
         return
-    fp32_precision(report, args.n or 4096)
+    fp32_precision(report, args.n or 4096, precisions)
     report.finish()
 
 
