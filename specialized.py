@@ -24,6 +24,10 @@ def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.
     return (group * GROUP_M + local % rows) * BLOCK_M, local // rows * BLOCK_N
 
 
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the names before Triton 3.8
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
 @gluon.jit
 def _next(stage, phase, STAGES: gl.constexpr):
     """The ring's next stage; the phase of its barriers turns with every round."""
@@ -52,10 +56,10 @@ def _produce(a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS: gl.cons
             mbarrier.expect(full, PARTS * (WGS * a_desc.block_type.nbytes + b_desc.block_type.nbytes))
             for part in gl.static_range(PARTS):
                 for wg in gl.static_range(WGS):
-                    tma.async_copy_global_to_shared(a_desc, [part * M + row + wg * WG_M, k * BLOCK_K], full,
+                    async_load(a_desc, [part * M + row + wg * WG_M, k * BLOCK_K], full,
                                                     a_bufs.index((stage * PARTS + part) * WGS + wg))
                 b_at = [part * N + col, k * BLOCK_K] if B_T else [k * BLOCK_K, col]
-                tma.async_copy_global_to_shared(b_desc, b_at, full, b_bufs.index(stage * PARTS + part))
+                async_load(b_desc, b_at, full, b_bufs.index(stage * PARTS + part))
             stage, phase = _next(stage, phase, STAGES)
 
 
@@ -105,7 +109,7 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
             buf = c_bufs.index(WG * 2 + i % 2)
             buf.store(chunks[i].to(c_desc.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(c_desc, [row, col + i * STORE_N], buf)
+            async_store(c_desc, [row, col + i * STORE_N], buf)
     tma.store_wait(0)
 
 
