@@ -1,7 +1,7 @@
 """Does a kernel touch memory that is not its own, read what nothing wrote, or race in shared memory?
 
-`make sanitize` runs this on a GPU: every kernel of 01 to 04, at small and ragged sizes, under three tools of NVIDIA's
-compute-sanitizer. It is no numbered step: it times nothing, and launches the kernels of all of them. racecheck knows
+`make sanitize` runs this on a GPU: every kernel of 01 to 04 and 06 to 08, at small and ragged sizes, under
+three tools of NVIDIA's compute-sanitizer. It is no numbered step: it times nothing, and launches the kernels of all of them. racecheck knows
 shared memory alone: of races in global memory nothing is said. The answer is the column `value` of the table
 `sanitize`: "clean" for every case, and "caught" for the fault planted for each tool; else the status is 1.
 """
@@ -85,9 +85,40 @@ def products(configs, dtype, precision="tf32", kinds=("whole tiles", "cut by 16"
             yield partial(product.matmul, a, b, precision, config=config)
 
 
+def step(name):
+    """A step in Gluon, of compute capability 9.0, or None. Imported here: beside the interpreter Gluon cannot be."""
+    return importlib.import_module(name) if torch.cuda.get_device_capability()[0] == 9 else None
+
+
+def splits():
+    """Every Pick of 06 at its widest row and at one that leaves segments ragged."""
+    split = step("06_split_softmax")
+    for dtype in common.DTYPES.values() if split else ():
+        for limit, plan in split.PICKS[dtype.itemsize]:
+            for n_cols in (limit, limit - 10 * 16 // dtype.itemsize):
+                yield partial(split.launch, plan, given(3, n_cols, dtype=dtype), empty(3, n_cols, dtype=dtype))
+
+
+def persistents():
+    """Every Config of 07's searches, ragged; few programs, so that each has several tiles."""
+    seven = step("07_persistent_matmul")
+    shapes = [(n, n, n) for n in seven.SQUARES] + [*seven.ODD] if seven else []
+    for config in dict.fromkeys(config for shape in shapes for config in seven.candidates(*shape, 132)):
+        m, n, k = (7 if config.kernel.startswith("narrow") else 300), 264, 584
+        a, b, out = given(m, k, dtype=torch.float16), given(k, n, dtype=torch.float16), empty(m, n, dtype=torch.float16)
+        yield lambda config=config, a=a, b=b, out=out: seven.run(seven.launches(config, a, b, out, sms=4))
+
+
+def packed():
+    eight = step("08_fp32_matmul")
+    for precision in product.PRECISIONS if eight else ():
+        yield partial(eight.fp32_matmul, given(200, 264), given(264, 136), precision)
+
+
 # A kernel to come: its name, and a line that yields its launches.
 KERNELS = ("add_kernel", "add_float", "add_float4", "softmax_kernel", "rows_kernel", "online_kernel", "matmul_kernel",
-           "planted_kernel")
+           "split_kernel", "persistent_kernel", "reduce_kernel", "narrow_kernel", "specialized_kernel", "pack_kernel",
+           "fma_kernel", "planted_kernel")
 CASES = {"add": adds, "add, CUDA C++": cuda_adds,
          **{f"softmax, {kernel}": partial(softmaxes, kernel) for kernel in fused.KERNELS},
          **{f"matmul, {name}": partial(products, [product.ANY], dtype) for name, dtype in common.DTYPES.items()
@@ -96,7 +127,8 @@ CASES = {"add": adds, "add, CUDA C++": cuda_adds,
             for precision in product.PRECISIONS},
          "matmul, 03's configs": partial(products, product.CONFIGS[2], torch.bfloat16),
          "matmul, 03's configs, fp32": partial(products, product.CONFIGS[4], torch.float32, kinds=("cut by 16",)),
-         "matmul, 04's configs": partial(products, tuning.CONFIGS, torch.bfloat16, kinds=("cut by 16",))}
+         "matmul, 04's configs": partial(products, tuning.CONFIGS, torch.bfloat16, kinds=("cut by 16",)),
+         "split softmax": splits, "persistent matmul": persistents, "packed fp32 matmul": packed}
 
 
 # ---------------------------------------------------------------- faults that must be found
