@@ -2,7 +2,7 @@
 
 `make sanitize` runs this on a GPU: every kernel of 01 to 04 and 06 to 08, at small and ragged sizes, under three tools
 of NVIDIA's compute-sanitizer. It is no numbered step: it times nothing, and launches the kernels of all of them.
-racecheck knows shared memory alone: of races in global memory nothing is said. The answer is the column `value` of table
+racecheck knows shared memory alone: of races in global memory nothing is said. The answer is column `value` of table
 `sanitize`: "clean" for every case, and "caught" for the fault planted for each tool; else the status is 1.
 """
 import concurrent.futures
