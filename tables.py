@@ -298,8 +298,14 @@ def one_at_a_time(folder):
 
 
 def write(path, text):
-    """Write a file aside, then rename it: a reader sees the old one or the new one, whole."""
+    """Write a file aside, then rename it: a reader sees the old one or the new one, whole. What is no file (/dev/stdout)
+    is written to, not replaced."""
     try:
+        path = path.resolve()                                # a link stays
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with open(path, "w") as file:
+                file.write(text)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:

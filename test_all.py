@@ -710,6 +710,17 @@ def test_an_existing_result_stays_whole(broken, monkeypatch, tmp_path, capsys):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_file_is_written_to_and_a_link_stays(tmp_path):
+    """A device is not replaced by a file, as root could."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
+    common.write(tmp_path / "pipe", "new")
+    assert reader.communicate(timeout=20)[0] == "new" and (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    common.write(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+
+
 TABLES = {
     "01_vector_add": {"providers", "block_size", "alignment", "first_launch"},
     "02_fused_softmax": {"widths", "unfused", "cliff"},
