@@ -80,6 +80,7 @@ def add(x, y, out=None, block_size=1024):
         raise ValueError(f"add: out is {tuple(out.shape)} with strides {out.stride()}; it must be {tuple(x.shape)} and "
                          "contiguous")
     else:
+        common.writable("add", out, x.shape)
         x, y = (common.apart(z.contiguous(), out, elementwise=True) for z in (x, y))
     n = x.numel()
     if n:

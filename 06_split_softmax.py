@@ -34,12 +34,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # no
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 narrow = import_module("02_fused_softmax")
-common.INTERPRETED |= asked == "1"                        # nothing is timed then, and kernels are compiled
+common.INTERPRETED |= (asked or "").lower() in ("1", "y", "yes", "on", "true")  # then nothing is timed
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the names before Triton 3.8, 3.9
 buffer = gl.shared_memory_descriptor
 reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
 LOG2E = gl.constexpr(1.4426950408889634)
-LAYOUT = gl.NVMMASharedLayout(0, 64, rank=2)             # a row's bytes as they come, in elements of 8
+# TMA moves up to 256 elements at once, whatever their size: bytes go as elements of 8, from Triton 3.7 on of 4.
+WORD = torch.int64 if [*map(int, triton.__version__.split(".")[:2])] < [3, 7] else torch.int32
+WORDS = gl.constexpr(16 // WORD.itemsize)                 # a vector
+LAYOUT = gl.NVMMASharedLayout(0, 8 * WORD.itemsize, rank=2)  # a row's bytes as they come
 
 
 @gluon.jit
@@ -127,7 +130,7 @@ def split_kernel(out_ptr, source, words, epoch, n_rows, n_vecs, out_stride,
     word = words + group * (8 * SPLIT * 2)                # of 8 rows: 2 x LAG + 2 or more are in use
     theirs = word + gl.arange(0, SPLIT, gl.BlockedLayout([max(1, SPLIT // 32)], [32], [num_warps], [0])) * 2
     for n in range(RING):
-        _load(source, ring, bars, n, rows, group, groups, first * 2, CHUNKS)
+        _load(source, ring, bars, n, rows, group, groups, first * WORDS, CHUNKS)
     held = (gl.full([R, THREADS, VEC], 0.0, gl.float32, tile),) * (LAG * CHUNKS)  # exponentials of rows that wait
     owns = (gl.to_tensor(0.0),) * LAG                     # and their maxima here
     for t in range(rows + LAG):                           # the last LAG steps reduce what is thrown away
@@ -143,7 +146,7 @@ def split_kernel(out_ptr, source, words, epoch, n_rows, n_vecs, out_stride,
             top = gl.maximum(top, gl.max(gl.max(x, 2), 0))
             xs += (x,)
         for c in gl.static_range(CHUNKS):                 # placed later, ptxas does it after the exponentials
-            _load(source, ring, bars, t * CHUNKS + c + RING, rows, group, groups, first * 2, CHUNKS)
+            _load(source, ring, bars, t * CHUNKS + c + RING, rows, group, groups, first * WORDS, CHUNKS)
         top = gl.max(top, 0)
         if SPLIT > 1:                                     # on their way while this row is reduced
             peeked = peek(theirs + (old & 7) * (SPLIT * 2))
@@ -241,8 +244,7 @@ def launch(plan, x, out):
         groups, constants, options = geometry(plan, n_cols, size, torch.cuda.get_device_properties(x.device))
         groups = min(groups, n_rows)
         words, tag = mailbox(x.device, triton.cdiv(n_rows, groups)) if plan.split > 1 else (out, 0)
-        eights = x.view(torch.int64)                       # TMA moves up to 256 elements at once, whatever their size
-        source = TensorDescriptor(eights, eights.shape, eights.stride(), [1, plan.chunk // 8], LAYOUT)
+        source = TensorDescriptor.from_tensor(x.view(WORD), [1, plan.chunk // WORD.itemsize], LAYOUT)
         return split_kernel[(groups * plan.split,)](out, source, words, tag, n_rows, n_cols * size // 16,
                                                     out.stride(0) * size // 16, **constants, **options)
 
@@ -256,6 +258,7 @@ def split_softmax(x, out=None):
     if x.is_cuda and x.dim() == 2 and len(x):
         new = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         if plan := pick(x, new):                           # rows of new then share no memory
+            common.writable("softmax", new, x.shape)
             launch(plan, common.apart(x, new, elementwise=True), new)
             return new
     return narrow.softmax(x, out)
@@ -320,7 +323,7 @@ def form(plan, dtype, n_cols, gpu=H200):
     """(kernel, keywords) of launch() for rows of n_cols (dtype is its name), with no GPU."""
     x = torch.empty(1, n_cols, dtype=common.DTYPES[dtype])
     _, constants, options = geometry(plan, n_cols, x.element_size(), gpu)
-    source = TensorDescriptor.from_tensor(x.view(torch.int64), [1, plan.chunk // 8], LAYOUT)
+    source = TensorDescriptor.from_tensor(x.view(WORD), [1, plan.chunk // WORD.itemsize], LAYOUT)
     arguments = x, source, torch.empty(1, dtype=torch.int64), 1, 1, 1, 1
     return split_kernel, dict(zip(split_kernel.arg_names, arguments)) | constants | options
 

@@ -233,7 +233,8 @@ def search(configs, a, b, out, b_t):
 
 
 def persistent_matmul(a, b, out=None, config=None):
-    """a @ b for bf16 and fp16, accumulated in FP32: 03's matmul with the same arguments, errors and results.
+    """a @ b for bf16 and fp16, accumulated in FP32: 03's matmul without its precision: the same arguments, errors and
+    results otherwise.
 
     a: (M, K), b: (K, N) or a transposed view of (N, K). It is 03's, persistent_matmul.config then None, for fp32, where
     TMA cannot take a, b or out (a pointer or a row stride that is no multiple of 16 bytes, columns that are not

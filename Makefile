@@ -90,10 +90,10 @@ $(NUMBERS): $(READY)
 	@$(PYTHON) $(filter $@_%,$(SCRIPTS)) $(ARGS)
 
 ncu: $(READY)
-	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) counters.py $$save
+	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) counters.py $$save $(ARGS)
 
 sanitize: $(READY)
-	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) sanitize.py $$save
+	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) sanitize.py $$save $(ARGS)
 
 compare: $(READY)
 	@$(PYTHON) compare.py "$(OLD)" "$(NEW)" $(ARGS)

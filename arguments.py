@@ -3,6 +3,7 @@
 Scripts reach these functions as common.operands and so on.
 """
 import torch
+from torch.autograd import forward_ad
 
 import common
 
@@ -26,15 +27,20 @@ def operands(launcher, dtypes, **tensors):
         if x.device != one.device:
             raise ValueError(f"{launcher}: {first} is on {one.device} and {name} on {x.device}; they must be "
                              "on one device")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{launcher}: {name} requires grad, and {launcher} is forward only: pass "
-                               f"{name}.detach(), or call it under torch.no_grad()")
+        dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+        if dual or x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{launcher}: {name} {'has a tangent' if dual else 'requires grad'}, and "
+                               f"{launcher} is forward only: pass "
+                               f"{name}.detach()" + ("" if dual else ", or call it under torch.no_grad()"))
         if x.is_neg():  # as .imag of a .conj(): the sign is not in memory
             raise ValueError(f"{launcher}: {name} is a negated view; pass {name}.resolve_neg()")
 
 
 def writable(launcher, out, shape):
-    """Raise ValueError unless out has this shape, and a place of its own for every element."""
+    """Raise ValueError unless out has this shape, and a place of its own for every element; then autograd knows
+    that what it may have saved of out is overwritten."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
     if out.shape == shape and out.is_contiguous():
         return
     span = 0  # from the innermost dimension outwards: each step must leave all before it behind

@@ -288,7 +288,8 @@ def _binary_tool(name, *arguments, cubin):
         file.write(cubin)
         file.flush()
         tool = getattr(triton.knobs.nvidia, name).path
-        return subprocess.run([tool, *arguments, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, *arguments, file.name], capture_output=True, text=True, check=True,
+                              env=os.environ | {"TMPDIR": tempfile.gettempdir()}).stdout  # one that is there
 
 
 def sass(cubin):

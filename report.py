@@ -43,7 +43,7 @@ def loaded(path):
     """A results file; fails in one line where it is none."""
     try:
         return {**json.loads(path.read_text())}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         common.fail(f"{path} holds no results: {error}")
 
 
@@ -79,7 +79,7 @@ def main():
     text = README.read_text()
     try:
         new = readme(text, Results(folder))
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         common.fail(f"a marker of README.md names what {folder} has not: {error}")
     if args.check and new != text:
         sys.stderr.write("README.md differs from results/: run `python report.py`\n")

@@ -298,8 +298,8 @@ def one_at_a_time(folder):
 
 
 def write(path, text):
-    """Write a file aside, then rename it: a reader sees the old one or the new one, whole. What is no file (/dev/stdout)
-    is written to, not replaced."""
+    """Write a file aside, then rename it: a reader sees the old one or the new one, whole. What is no file, as
+    /dev/stdout, is written to, not replaced."""
     try:
         path = path.resolve()                                # a link stays
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -358,6 +358,8 @@ def start(p, narrowing=()):
     never saved. report.gpu is None where nothing can be timed: no GPU, or TRITON_INTERPRET=1.
     """
     args = p.parse_args()
+    if not __debug__:
+        p.error("python -O, or PYTHONOPTIMIZE, leaves out the assertions that prove the kernels; run without it")
     if args.quick:
         args.warmup, args.rep, args.rounds = min(args.warmup, 50), min(args.rep, 30), 1
     name = Path(sys.argv[0]).stem
@@ -405,6 +407,8 @@ def writable_cache():
 
 def run(main):
     """Call a script's main(): what stands in its way from outside ends in one line and a non-zero status."""
+    if sys.stdout is None:  # closed, >&-
+        sys.stdout = open(os.devnull, "w")
     try:
         try:
             main()

@@ -1263,6 +1263,53 @@ def test_forward_only_is_right_without_gradients(name):
         assert torch.equal(LAUNCH[name](x), LAUNCH[name](x.detach()))
 
 
+@launchers
+def test_autograd_hears_of_what_is_lost(name):
+    """A tangent is refused; what autograd saved of out is marked as overwritten."""
+    x, out = randn(20, 20), randn(20, 20)
+    launch = {"add": lambda x, out=None: vector.add(x, x, out), "softmax": fused.softmax,
+              "matmul": lambda x, out=None: product.matmul(x, x, out=out, config=product.ANY)}[name]
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="has a tangent"):
+        launch(torch.autograd.forward_ad.make_dual(x, x))
+    weight = randn(20, 20).requires_grad_()
+    total = (weight * out).sum()
+    with torch.no_grad():
+        launch(x, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+    with torch.inference_mode():                             # which keeps no versions
+        launch(x, out=torch.empty_like(x))
+
+
+def test_what_may_be_read_after_it_is_overwritten_is_copied():
+    """apart() by hand: overlap from either side, and the same place with other strides."""
+    room = torch.zeros(100, device=DEVICE)
+    for x, out, elementwise, copied in (
+            (room[:50], room[50:], False, False), (room[:50], room[49:], False, True),
+            (room[49:], room[:50], False, True),
+            (room[:50], room[:50], True, False), (room[:50], room[:50], False, True),
+            (room.as_strided((3, 2), (20, 1)), room.as_strided((3, 2), (40, 1)), True, True),
+            (room.as_strided((3, 2), (20, 1)), room[42:], False, False),
+            (room.as_strided((3, 2), (20, 1)), room[41:], False, True)):
+        same = common.apart(x, out, elementwise)
+        assert (same.data_ptr() != x.data_ptr()) == copied and torch.equal(same, x)
+
+
+def test_offsets_need_64_bits_from_the_tile_that_passes_2_31_on():
+    """reach(): up to 255 rows and columns of a tile hang over a matrix's edge."""
+    row = torch.empty(1, 1, dtype=torch.float16, device="meta")
+    for stride, wide in ((2**23 - 2, False), (2**23 - 1, True)):
+        assert (product.reach(row.as_strided((1, 1), (stride, 1))) >= 2**31) == wide
+    assert product.reach(row.as_strided((2, 3), (0, 0))) == 257 + 258  # as one element apart: a tile's own columns
+
+
+@pytest.mark.parametrize("process", [pytest.param(partial(run, "-O", f"{script}.py", "--quick"), id=script)
+                                     for script in ("01_vector_add", "08_fp32_matmul")])
+def test_a_run_without_assertions_is_refused(process, outcome):
+    done = outcome(process)
+    assert done.returncode == 2 and "assertions" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("dtype", [dtype for dtype in vector.ADDS if dtype != torch.bfloat16])
 def test_add_of_every_dtype_wraps_as_torch(dtype):
     largest = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max

@@ -92,6 +92,9 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+        sys.stdout.flush()
+    except OSError as error:
+        fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except KeyboardInterrupt:
         sys.stderr.write("versions.py: interrupted\n")
         raise SystemExit(130) from None
