@@ -246,6 +246,10 @@ def persistent_matmul(a, b, out=None, config=None):
     if a.dtype == torch.float32 or not sms or not tma_takes(a, b.t() if b_t else b, out):
         persistent_matmul.config = None
         return product.matmul(a, b, out=out)
+    if config and (config.kernel not in ("ws", "tma", "narrow", "narrow/t") or config.kernel.startswith("narrow") and (
+            m > config.block_m or b_t)):
+        raise ValueError(f"persistent_matmul: config is {config}; it must be ws, tma or, for up to BLOCK_M rows and b "
+                         "with adjacent columns, narrow or narrow/t")
     key = m, n, k, a.dtype, b_t, a.device
     with torch.cuda.device_of(a):  # Triton launches on the current device
         if config is None:

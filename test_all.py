@@ -2378,6 +2378,15 @@ def check_persistent(a, b, config=None, own=True):
     assert (persistent.persistent_matmul.config is not None) == (own and (WGMMA or not GPU)), "07's kernel or 03's"
 
 
+@pytest.mark.skipif(GPU and not WGMMA, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("m, transposed, kernel", [(40, False, "narrow"), (8, True, "narrow/t"), (40, False, "bogus")])
+def test_a_config_of_07_that_cannot_be_right_is_refused(m, transposed, kernel):
+    b = randn(64, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="config is .*; it must be ws, tma or"):
+        persistent.persistent_matmul(randn(m, 64, dtype=torch.float16), b.t() if transposed else b,
+                                     config=persistent.Config(kernel, 16, 32, 32, 2, warps=4))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("m, n, k", ALIGNED)
