@@ -1295,6 +1295,16 @@ def test_what_may_be_read_after_it_is_overwritten_is_copied():
         assert (same.data_ptr() != x.data_ptr()) == copied and torch.equal(same, x)
 
 
+@pytest.mark.parametrize("far", ["a", "b", "out"])
+def test_an_offset_of_any_matrix_asks_for_64_bits(far, monkeypatch):
+    a, b, out = (randn(16, 16, dtype=torch.float16) for _ in range(3))
+    seen, kernel = {}, product.matmul_kernel
+    monkeypatch.setattr(product, "reach", lambda x: 2**31 if x is {"a": a, "b": b, "out": out}[far] else 0)
+    monkeypatch.setattr(product, "matmul_kernel", {(1,): lambda *args, **switches: seen.update(switches)})
+    product.matmul(a, b, out=out, config=product.ANY)
+    assert seen["WIDE"] and kernel is not product.matmul_kernel
+
+
 def test_offsets_need_64_bits_from_the_tile_that_passes_2_31_on():
     """reach(): up to 255 rows and columns of a tile hang over a matrix's edge."""
     row = torch.empty(1, 1, dtype=torch.float16, device="meta")
@@ -1718,6 +1728,33 @@ def test_a_gpu_without_a_known_peak_has_the_reason(report):
     assert table.rows[0]["pct_peak"] is None and any("peak is unknown" in note for note in table.notes)
     record = json.loads((common.ROOT / "results" / "nvidia-h20" / "01_vector_add.json").read_text())
     assert not problems(record | {"tables": {"vs_cublas": record["tables"]["vs_cublas"]}}, "03_matmul")
+
+
+@pytest.mark.parametrize("fields, graph_ms, copy_gbps, bound", [
+    ({"bytes": 80_000}, 0.002, 101.0, True), ({"bytes": 80_000}, 0.002, 99.0, False),   # 0.1 of 0.008 ms at 100 GB/s
+    ({"flops": 1e6}, 0.0039, None, True), ({"flops": 1e6}, 0.0041, None, False)])
+def test_what_is_launch_bound(fields, graph_ms, copy_gbps, bound, report, monkeypatch):
+    times = {"ms": 0.008, "graph_ms": graph_ms, "launch_us": 5.0, "spread_pct": 0.5, "windows": []}
+    monkeypatch.setattr(common, "bench", lambda *_, **__: {"triton": dict(times)})
+    report._copy_gbps = copy_gbps
+    with report.table("providers", "a title", roof=copy_gbps is not None) as table:
+        table.time({"n": 4096}, {"triton": None}, **fields)
+    assert (table.rows[0].get("mark") == "launch-bound") == bound
+
+
+def test_a_changed_checkout_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=b"]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "kernel.py").write_text("1")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    clean = importlib.import_module("tables").commit()
+    (tmp_path / "results" / "new.json").write_text("{}")     # what a run writes is no change
+    assert re.fullmatch("[0-9a-f]{40}", clean) and importlib.import_module("tables").commit() == clean
+    (tmp_path / "kernel.py").write_text("2")
+    assert importlib.import_module("tables").commit() == f"{clean}-dirty"
 
 
 def test_a_launch_bound_row_is_marked(report, monkeypatch):
