@@ -334,17 +334,16 @@ def vs_cublas(report, shapes):
                 continue
             a, b, out = (torch.randn(*shape, dtype=common.DTYPES[dtype], device="cuda")
                          for shape in ((m, k), (k, n), (m, n)))
-            calls = {"triton": persistent_matmul, "triton/tma": None, "triton/pointers": product.matmul,
-                     "cublas": product.cublas}
+            calls = {"triton": persistent_matmul, "triton/pointers": product.matmul, "cublas": product.cublas}
             persistent_matmul(a, b, out)
             if persistent_matmul.config is None:
-                table.note(f"No rows triton at {m:,} x {n:,} x {k:,}: TMA takes no such rows, so it is 03's matmul.")
-                del calls["triton"], calls["triton/tma"]
-            else:
+                table.note(f"No row triton at {m:,} x {n:,} x {k:,}: TMA takes no such rows, so it is 03's matmul.")
+                del calls["triton"]
+            elif dtype == "fp16":
+                del calls["triton/pointers"]
+            elif persistent_matmul.config.kernel == "ws" and min(m, n, k) >= 4096:
                 tma = next(config for config in persistent_matmul.found if config.kernel == "tma")
                 calls["triton/tma"] = partial(persistent_matmul, config=tma)
-            if dtype == "fp16" and "triton" in calls:
-                del calls["triton/tma"], calls["triton/pointers"]
             extra = {}
             for name, call in calls.items():
                 extra[name] = {"rel_error": product.proven(name, call, a, b, out, 2 * torch.finfo(a.dtype).eps)}
@@ -358,7 +357,8 @@ def vs_cublas(report, shapes):
                        flops=2 * m * n * k, unit=dtype, burst=min(m, n) >= 2048)
             del a, b, out
         table.note("triton: the fastest of candidates(), by a search; triton/tma: of those the fastest that is plain "
-                   "Triton; triton/pointers: 03's matmul. In FP16 the first and cuBLAS alone.")
+                   "Triton, where Gluon won from 4,096 up; triton/pointers: 03's matmul. In FP16 the first and cuBLAS "
+                   "alone.")
         table.note("burst: the first 50 ms after half a second of rest, from 2,048 up; ms is the settled state. "
                    "launch_us: what a call takes the host, below 100 us.")
 

@@ -313,6 +313,13 @@ def load_bits(cubin):
     return max((int(m.group(1)) if m else 32 for m in widths), default=None)
 
 
+def _enter(index):
+    """A new thread begins at device 0, and without the CUDA context that TMA's descriptors need: set_device makes none
+    where the device is 0 already."""
+    torch.cuda.set_device(index)
+    torch.cuda.synchronize()
+
+
 def side_by_side(calls):
     """Call each without arguments, in threads: most of a check's time is compilation, which runs without Python's
     lock. In turn under the interpreter, which is Python. The first exception, in the order of calls, is raised."""
@@ -325,9 +332,8 @@ def side_by_side(calls):
     try:
         if device() == "cpu":
             return each(calls)
-        current = torch.cuda.current_device()  # a new thread begins at device 0
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device,
-                                                   initargs=(current,)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=_enter,
+                                                   initargs=(torch.cuda.current_device(),)) as pool:
             try:
                 each([pool.submit(call).result for call in calls])
             except BaseException:  # Ctrl-C, too: what has not begun need not

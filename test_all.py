@@ -2316,22 +2316,23 @@ def picked(monkeypatch, gpu, major, shape, dtype, strides=None):
 def test_every_wide_row_has_a_plan(dtype, monkeypatch):
     size = dtype.itemsize
     vec, last = 16 // size, split.PICKS[size][-1][0]
-    widths = {*range(split.LEAST + vec, 70_000, 41 * vec), *range(70_000 // vec * vec, last + 1, 1001 * vec)}
-    for limit in (split.LEAST, *(limit for limit, _ in split.PICKS[size])):
+    widths = {*range(split.LEAST[size] + vec, 70_000, 41 * vec), *range(70_000 // vec * vec, last + 1, 1001 * vec)}
+    for limit in (split.LEAST[size], *(limit for limit, _ in split.PICKS[size])):
         widths |= {limit + vec * step for step in range(-9, 10)}
     for n_cols in sorted(widths):
         for gpu, major in ((split.H200, 9), (SMALL_SMS, 12)):
             plan = picked(monkeypatch, gpu, major, (3, n_cols), dtype)
-            inside = split.LEAST < n_cols <= (last if gpu is split.H200 else 8192 * 256)
+            inside = split.LEAST[size] < n_cols <= (last if gpu is split.H200 else 8192 * 256)
             assert (plan is not None) == inside, n_cols
             assert not inside or split.geometry(plan, n_cols, size, gpu)
             if inside and gpu is split.H200:                 # the first whose limit is not below
                 assert plan == next(plan for limit, plan in split.PICKS[size] if n_cols <= limit)
         assert picked(monkeypatch, split.H200, 8, (3, n_cols), dtype) is None, "no TMA"
-    for strides in ((8192 + 1, 1), (2 * 8192, 2), (0, 1), (1, 3), (2**37, 1)):
-        assert picked(monkeypatch, split.H200, 9, (3, 8192), dtype, strides) is None
-    assert picked(monkeypatch, split.H200, 9, (3, 8192), dtype, (8192 + vec, 1))
-    assert picked(monkeypatch, split.H200, 9, (3, 8192 + 1), dtype) is None
+    n_cols = 2**16
+    for strides in ((n_cols + 1, 1), (2 * n_cols, 2), (0, 1), (1, 3), (2**37, 1)):
+        assert picked(monkeypatch, split.H200, 9, (3, n_cols), dtype, strides) is None
+    assert picked(monkeypatch, split.H200, 9, (3, n_cols), dtype, (n_cols + vec, 1))
+    assert picked(monkeypatch, split.H200, 9, (3, n_cols + 1), dtype) is None
     assert picked(monkeypatch, FEW_SMS, 9, (3, 2**18), dtype) is None, "32 programs of a row would not be resident"
 
 
@@ -2381,7 +2382,7 @@ def test_every_plan_compiles_and_is_resident():
     done = program(COMPILES, env={"TRITON_INTERPRET": "0"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 2 * len(common.DTYPES) * len(split.PICKS[2])
+    assert len(found) == 2 * sum(len(split.PICKS[dtype.itemsize]) for dtype in common.DTYPES.values())
     for case, per_sm, num_warps, shared, waits, regs, spills in found:
         assert spills == 0 and waits, case
         assert shared <= 227 * 1024 and per_sm * (shared + 1024) <= 228 * 1024, (case, shared)
