@@ -5,6 +5,7 @@ References are float64. Where a test needs what this machine has not, it is skip
 import concurrent.futures
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import os
@@ -2440,6 +2441,21 @@ def test_persistent_matmul_of_few_rows(m, n, k, split, kernel):
     config = Config(kernel, 16, 64, 64, 3, split, warps=4)
     for _ in range(2):                                       # the counters of the first launch are zero again
         check_persistent(randn(m, k, dtype=torch.float16), randn(k, n, dtype=torch.float16), config)
+
+
+@pytest.mark.parametrize("kernel", ["tma", "narrow"])
+def test_a_kernel_that_is_compiled_gets_its_arguments_in_their_order(kernel):
+    a, b, out = (torch.empty(shape, dtype=torch.float16, device=DEVICE) for shape in ((16, 256), (256, 64), (16, 64)))
+    todo, seen = persistent.launches(Config(kernel, 16, 32, 32, 2, 3, warps=4), a, b, out), []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: seen.append((grid, args))
+    persistent.run(todo, [Compiled() for _ in todo])
+    for (kernel, grid, keywords), (given_grid, args) in zip(todo, seen, strict=True):
+        names = list(inspect.signature(kernel.fn).parameters)
+        assert given_grid[:len(grid)] == grid and len(given_grid) == 3 and len(args) == len(names)
+        assert all(value is keywords[name] for name, value in zip(names, args))
 
 
 @needs_wgmma
