@@ -101,6 +101,7 @@ class Mode(NamedTuple):
     drop: int           # bits of FP32 that a part lacks
     dtype: torch.dtype  # of a part
     config: Config
+    fresh: bool = False    # sums of BLOCK_K products are added up outside of the tensor cores, which cut each sum off
     a_packed: bool = True  # else tensor cores cut the bits off that TF32 lacks, where 0 stands in a row's place
 
 
@@ -147,7 +148,7 @@ def launches(mode, a, b, out, sms=132):
             "GROUP_M": group, "STAGES": stages, "TM": tm, "TN": tn, "LM": lm, "WM": wm, "num_warps": 8})]
     a, packing = pack(a, mode) if mode.a_packed or not persistent.tma_takes(a) else (a, [])
     b, more = pack(b.t(), mode)
-    return packing + more + persistent.launches(mode.config, a, b.t(), out, True, mode.parts, sms)
+    return packing + more + persistent.launches(mode.config, a, b.t(), out, True, mode.parts, sms, mode.fresh)
 
 
 def fp32_matmul(a, b, precision="tf32", out=None, mode=None):

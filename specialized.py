@@ -65,7 +65,7 @@ def _produce(a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS: gl.cons
 
 @gluon.jit
 def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS: gl.constexpr,
-             GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, B_T: gl.constexpr):
+             GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, B_T: gl.constexpr, FRESH: gl.constexpr):
     """One warpgroup: its rows of every tile. While one stores its rows, the other has the tensor cores."""
     STAGES: gl.constexpr = ready.shape[0]
     PARTS: gl.constexpr = b_bufs.shape[0] // STAGES  # above 1 the operands are sums, which 08 makes of FP32
@@ -83,6 +83,7 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
         row, col = _tile(unit % tiles, M, N, WGS * WG_M, BLOCK_N, GROUP_M)
         row += unit // tiles * gl.cdiv(M, WGS * WG_M) * WGS * WG_M + WG * WG_M
         acc = gl.zeros((WG_M, BLOCK_N), gl.float32, layout)
+        total = acc
         last = 0
         for k in range(k_tiles):
             mbarrier.wait(ready.index(stage), phase)
@@ -90,14 +91,22 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
                 for i in gl.static_range(s + 1):
                     b = b_bufs.index(stage * PARTS + s - i)
                     acc = warpgroup_mma(a_bufs.index((stage * PARTS + i) * WGS + WG), b.permute((1, 0)) if B_T else b,
-                                        acc, use_acc=(k > 0) | (s + 1 < PARTS) | (i > 0), is_async=True)
-            acc = warpgroup_mma_wait(PRODUCTS, deps=(acc, ))  # only this stage's are left: the one before is read
-            mbarrier.arrive(empty.index(last), pred=k > 0)
+                                        acc, use_acc=(not FRESH and k > 0) | (s + 1 < PARTS) | (i > 0), is_async=True)
+            if FRESH:  # tensor cores cut off each sum: short ones, added up where rounding is right
+                acc = warpgroup_mma_wait(0, deps=(acc, ))
+                mbarrier.arrive(empty.index(stage))
+                total += acc
+            else:
+                acc = warpgroup_mma_wait(PRODUCTS, deps=(acc, ))  # only this stage's are left: the one before is read
+                mbarrier.arrive(empty.index(last), pred=k > 0)
             last = stage
             stage, phase = _next(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc, ))
-        mbarrier.arrive(empty.index(last))
-        chunks = (acc, )
+        if FRESH:
+            chunks = (total, )
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc, ))
+            mbarrier.arrive(empty.index(last))
+            chunks = (acc, )
         for _ in gl.static_range((BLOCK_N // STORE_N).bit_length() - 1):
             halves = ()
             for i in gl.static_range(len(chunks)):
@@ -128,7 +137,8 @@ def _barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def specialized_kernel(a_desc, b_desc, c_desc, M, N, K, WGS: gl.constexpr, GROUP_M: gl.constexpr,
-                       SPLIT_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, B_T: gl.constexpr):
+                       SPLIT_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, B_T: gl.constexpr,
+                       FRESH: gl.constexpr):
     """persistent_kernel with a warp that loads and WGS warpgroups that multiply, coupled by two barriers a stage:
     `ready` when TMA has filled it, `empty` when each warpgroup has read it."""
     ready, empty = _barriers(STAGES, 1), _barriers(STAGES, WGS)
@@ -137,12 +147,15 @@ def specialized_kernel(a_desc, b_desc, c_desc, M, N, K, WGS: gl.constexpr, GROUP
     c_bufs = _ring(c_desc, WGS * 2)
     if WGS == 1:
         gl.warp_specialize([
-            (_consume, (0, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T)),
+            (_consume, (0, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T,
+                        FRESH)),
             (_produce, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T)),
         ], [1], [24])
     else:  # no third: ptxas would have 128 registers a thread for it
         gl.warp_specialize([
-            (_consume, (0, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T)),
-            (_consume, (1, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T)),
+            (_consume, (0, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T,
+                        FRESH)),
+            (_consume, (1, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T,
+                        FRESH)),
             (_produce, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T)),
         ], [4, 1], [240, 24])
