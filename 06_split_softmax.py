@@ -1,8 +1,9 @@
 """How fast is a softmax of rows that outgrow a program, when every row is read from DRAM once?
 
-Programs stay for the whole launch. A row, or its 1/SPLIT, comes through a ring in shared memory that TMA keeps
-filling, is read into registers once, and leaves from there; the programs that share a row tell each other their
-maximum and sum, and reduce their next row before they need the answer. In Gluon: Triton 3.6 pipelines no such loop.
+Programs stay for the whole launch. A row, or its 1/SPLIT, waits in a ring in shared memory that TMA keeps filling:
+it is reduced from there and, when its maximum and sum are known, read from there again and written. The programs that
+share a row tell each other theirs, and reduce their next row before they need the answer. In Gluon: Triton 3.6
+pipelines no such loop.
 
     python 06_split_softmax.py                    the table `wide`
     python 06_split_softmax.py --n-cols 151936    one width; --dtype fp16: one dtype; --quick: a smoke run
@@ -39,6 +40,7 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 buffer = gl.shared_memory_descriptor
 reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
 LOG2E = gl.constexpr(1.4426950408889634)
+GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 # TMA moves up to 256 elements at once, whatever their size: bytes go as elements of 8, from Triton 3.7 on of 4.
 WORD = torch.int64 if [*map(int, triton.__version__.split(".")[:2])] < [3, 7] else torch.int32
 WORDS = gl.constexpr(16 // WORD.itemsize)                 # a vector
@@ -48,6 +50,31 @@ LAYOUT = gl.NVMMASharedLayout(0, 8 * WORD.itemsize, rank=2)  # a row's bytes as 
 @gluon.jit
 def exp2(x):  # the library's scales subnormals, two more instructions for what is rounded away
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def widen(x, dtype: gl.constexpr):
+    """32-bit words as FP32, in a tuple: of 16-bit elements the lower halves, then the upper ones."""
+    if dtype == gl.float32:
+        return (x.to(gl.float32, bitcast=True),)
+    elif dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x],
+                                         (gl.float32, gl.float32), is_pure=True, pack=1)
+    else:
+        return gl.inline_asm_elementwise("""{
+            .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
+        }""", "=f,=f,r", [x], (gl.float32, gl.float32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def shorten(parts, dtype: gl.constexpr):
+    """The words of such a tuple, rounded to the nearest."""
+    if dtype == gl.float32:
+        return parts[0].to(gl.int32, bitcast=True)
+    else:
+        name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+        return gl.inline_asm_elementwise(f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f", [parts[0], parts[1]], gl.int32,
+                                         is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -89,38 +116,39 @@ def settle(word, peeked, tag):
 
 
 @gluon.jit
-def _load(source, ring, bars, n, rows, group, groups, first, CHUNKS: gl.constexpr):
-    """Start the load of the n-th chunk of this program, where its row exists; beyond a row's end TMA writes zeros."""
-    slot, row, column = n % ring.shape[0], n // CHUNKS, first + n % CHUNKS * source.block_type.shape[1]
-    mbarrier.expect(bars.index(slot), source.block_type.nbytes, pred=row < rows)
-    async_load(source, [group + row * groups, column], bars.index(slot), ring.index(slot), pred=row < rows)
+def _load(source, ring, bars, t, rows, group, groups, first, CHUNKS: gl.constexpr):
+    """Start the load of this program's segment of its t-th row, where there is one. TMA writes zeros beyond a row."""
+    slot = t % bars.shape[0]
+    mbarrier.expect(bars.index(slot), CHUNKS * source.block_type.nbytes, pred=t < rows)
+    for c in gl.static_range(CHUNKS):
+        async_load(source, [group + t * groups, first + c * source.block_type.shape[1]], bars.index(slot),
+                   ring.index(slot * CHUNKS + c), pred=t < rows)
 
 
 @gluon.jit(do_not_specialize=["epoch", "n_rows", "n_vecs", "out_stride"])
 def split_kernel(out_ptr, source, words, epoch, n_rows, n_vecs, out_stride,
-                 SPLIT: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, RING: gl.constexpr, LAG: gl.constexpr,
-                 EVEN: gl.constexpr, HINT: gl.constexpr):
+                 DTYPE: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, RING: gl.constexpr,
+                 LAG: gl.constexpr, EVEN: gl.constexpr, HINT: gl.constexpr):
     """Program SPLIT x g + s: segment s of the rows g, g + groups, ...; a vector is 16 bytes of a row.
 
-    A step reads its row, CHUNKS chunks, into registers, starts the loads that take their place in the ring, so that
-    DRAM never waits, reduces the row, and writes that of LAG steps before, which waited for its maxima and sums.
+    A step reduces a row's segment, CHUNKS chunks in one of RING slots, writes that of LAG steps before, which waited
+    for its maxima and sums, and starts the load that takes its slot.
     """
     num_warps: gl.constexpr = gl.num_warps()
     THREADS: gl.constexpr = 32 * num_warps
     CHUNK: gl.constexpr = R * THREADS                     # vectors
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
-    tile: gl.constexpr = gl.BlockedLayout([R, 1, VEC], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
+    PARTS: gl.constexpr = 32 // DTYPE.primitive_bitwidth  # elements a word
+    tile: gl.constexpr = gl.BlockedLayout([R, 1, 4], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
     lane: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, tile))  # one value a thread
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     r = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, tile)))[:, None, None]
     vecs = r * THREADS + gl.arange(0, THREADS, lane)[None, :, None]  # of a chunk
-    offs = vecs * VEC + gl.arange(0, VEC, gl.SliceLayout(0, gl.SliceLayout(1, tile)))[None, None, :]
-    ring = gl.allocate_shared_memory(source.dtype, [RING, 1, source.block_type.shape[1]], source.layout)
+    offs = vecs * 4 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, tile)))[None, None, :]
+    ring = gl.allocate_shared_memory(source.dtype, [RING * CHUNKS, 1, source.block_type.shape[1]], source.layout)
     bars = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for k in gl.static_range(RING):
-        mbarrier.init(bars.index(k), count=1)
-    gl.static_assert(RING >= CHUNKS and LAG <= 3 and (SPLIT > 1 or LAG == 0))
+    for slot in gl.static_range(RING):
+        mbarrier.init(bars.index(slot), count=1)
+    gl.static_assert(LAG < RING and LAG <= 3 and (SPLIT > 1 or LAG == 0))
 
     segment, group, groups = gl.program_id(0) % SPLIT, gl.program_id(0) // SPLIT, gl.num_programs(0) // SPLIT
     rows = (n_rows - group + groups - 1) // groups        # of this group
@@ -129,47 +157,54 @@ def split_kernel(out_ptr, source, words, epoch, n_rows, n_vecs, out_stride,
     end = gl.minimum(first + length, n_vecs)
     word = words + group * (8 * SPLIT * 2)                # of 8 rows: 2 x LAG + 2 or more are in use
     theirs = word + gl.arange(0, SPLIT, gl.BlockedLayout([max(1, SPLIT // 32)], [32], [num_warps], [0])) * 2
-    for n in range(RING):
-        _load(source, ring, bars, n, rows, group, groups, first * WORDS, CHUNKS)
-    held = (gl.full([R, THREADS, VEC], 0.0, gl.float32, tile),) * (LAG * CHUNKS)  # exponentials of rows that wait
-    owns = (gl.to_tensor(0.0),) * LAG                     # and their maxima here
+    for t in range(RING):
+        _load(source, ring, bars, t, rows, group, groups, first * WORDS, CHUNKS)
+    own_tops, own_totals = (gl.to_tensor(0.0),) * LAG, (gl.to_tensor(0.0),) * LAG  # of the rows that wait
     for t in range(rows + LAG):                           # the last LAG steps reduce what is thrown away
-        tag, old, xs = epoch + t, epoch + t - LAG, ()
+        tag, old = epoch + t, epoch + t - LAG
+        if SPLIT > 1:                                     # on their way while this row is reduced
+            peeked = peek(theirs + (old & 7) * (SPLIT * 2))
+        mbarrier.wait(bars.index(t % RING), (t // RING) & 1, pred=t < rows)
         top = gl.full([THREADS], -float("inf"), gl.float32, lane)
         total = gl.full([THREADS], 0.0, gl.float32, lane)
         for c in gl.static_range(CHUNKS):
-            n = t * CHUNKS + c
-            mbarrier.wait(bars.index(n % RING), (n // RING) & 1, pred=t < rows)
-            x = reinterpret(ring.index(n % RING), dtype, [R, THREADS, VEC], linear).load(tile).to(gl.float32)
-            if not EVEN:
-                x = gl.where(first + c * CHUNK + vecs < end, x, -float("inf"))
-            top = gl.maximum(top, gl.max(gl.max(x, 2), 0))
-            xs += (x,)
-        for c in gl.static_range(CHUNKS):                 # placed later, ptxas does it after the exponentials
-            _load(source, ring, bars, t * CHUNKS + c + RING, rows, group, groups, first * WORDS, CHUNKS)
+            x = reinterpret(ring.index(t % RING * CHUNKS + c), gl.int32, [R, THREADS, 4], linear).load(tile)
+            for part in gl.static_range(PARTS):
+                y = widen(x, DTYPE)[part]
+                if not EVEN:
+                    y = gl.where(first + c * CHUNK + vecs < end, y, -float("inf"))
+                top = gl.maximum(top, gl.max(gl.max(y, 2), 0))
         top = gl.max(top, 0)
-        if SPLIT > 1:                                     # on their way while this row is reduced
-            peeked = peek(theirs + (old & 7) * (SPLIT * 2))
         shift = gl.where(top == -float("inf"), 0.0, top)  # -inf - -inf would be NaN
         for c in gl.static_range(CHUNKS):
-            held += (exp2((xs[c] - shift) * LOG2E),)
-            total += gl.sum(gl.sum(held[LAG * CHUNKS + c], 2), 0)
-        owns += (top,)
+            x = reinterpret(ring.index(t % RING * CHUNKS + c), gl.int32, [R, THREADS, 4], linear).load(tile)
+            for part in gl.static_range(PARTS):
+                y = exp2((widen(x, DTYPE)[part] - shift) * LOG2E)
+                if not EVEN:
+                    y = gl.where(first + c * CHUNK + vecs < end, y, 0.0)
+                total += gl.sum(gl.sum(y, 2), 0)
         total = gl.sum(total, 0)
         if SPLIT > 1 and t < rows:
             publish(word + ((tag & 7) * SPLIT + segment) * 2, top, total, tag)
+        own_tops, own_totals = own_tops + (top,), own_totals + (total,)
         if t >= LAG:
-            factor = 1 / total
+            peak, scale = own_tops[0], own_totals[0]
             if SPLIT > 1:
                 tops, totals = settle(theirs + (old & 7) * (SPLIT * 2), peeked, old)
-                top = gl.max(tops, 0)
-                shift = gl.where(top == -float("inf"), 0.0, top)
-                factor = exp2((owns[0] - shift) * LOG2E) / gl.sum(totals * exp2((tops - shift) * LOG2E), 0)
-            out_row = out_ptr + ((group + (t - LAG) * groups).to(gl.int64) * out_stride + first) * VEC
-            for c in gl.static_range(CHUNKS):             # a row of -inf is 0 x 1 / 0: NaN, as torch
-                gl.store(out_row + c * (CHUNK * VEC) + offs, (held[c] * factor).to(dtype),
+                peak = gl.max(tops, 0)
+                scale = gl.sum(totals * exp2((tops - gl.where(peak == -float("inf"), 0.0, peak)) * LOG2E), 0)
+            peak = gl.where(peak == -float("inf"), 0.0, peak)
+            scale = 1 / scale                             # a row of -inf is 0 x 1 / 0: NaN, as torch
+            out_row = out_ptr + ((group + (t - LAG) * groups).to(gl.int64) * out_stride + first) * 4
+            for c in gl.static_range(CHUNKS):
+                z = reinterpret(ring.index((t - LAG) % RING * CHUNKS + c), gl.int32, [R, THREADS, 4], linear).load(tile)
+                out = ()
+                for part in gl.static_range(PARTS):
+                    out += (exp2((widen(z, DTYPE)[part] - peak) * LOG2E) * scale,)
+                gl.store(out_row + c * (CHUNK * 4) + offs, shorten(out, DTYPE),
                          mask=None if EVEN else first + c * CHUNK + vecs < end, cache_modifier=HINT)
-        held, owns = held[CHUNKS:], owns[1:]
+            _load(source, ring, bars, t - LAG + RING, rows, group, groups, first * WORDS, CHUNKS)  # all have read it
+        own_tops, own_totals = own_tops[1:], own_totals[1:]
 
 
 # ---------------------------------------------------------------- launchers
@@ -179,35 +214,38 @@ class Plan(NamedTuple):
     chunk: int           # bytes of a chunk: a power of 2, 512 x num_warps or more
     num_warps: int
     per_sm: int          # programs an SM
-    lag: int = 1         # rows that wait in registers, where split > 1
+    ring: int = 3        # segments in shared memory
+    lag: int = 1         # of which so many wait for their row's maxima and sums, where split > 1
     hint: str = ""       # cache modifier of the stores
 
 
-# Up to so many columns, by bytes an element. 16 warps an SM have registers for 64 values a thread: a row, or two
-# segments of 32. Two programs of 8 warps: one computes while the other waits. Up to LEAST columns 02's whole row is
-# faster: on an H200 by 2% at 16,384 in BF16, by 6% at 32,768 in FP32.
-SPLITS = [(2**13 * split, Plan(split, 2**14, 8, 2)) for split in (8, 16, 32, 64, 128, 256)]
-PICKS = {2: [(2**15, Plan(1, 2**15, 16, 1)), *SPLITS], 4: SPLITS}
+# Up to so many columns, by bytes an element: a row of up to 64 KB is one program's, else segments are of up to 32 KB.
+# More loads under way than these keep DRAM no busier. Up to LEAST columns 02's whole row is faster: on an H200 by 2% at
+# 16,384 in BF16, by 6% at 32,768 in FP32.
+PICKS = {size: [(2**15 // size * split, Plan(split, 2**13, 8, 2)) for split in (4, 8, 16, 32, 64, 128, 256)]
+         for size in (2, 4)}
+PICKS[2].insert(0, (2**15, Plan(1, 2**14, 16, 1)))
 LEAST, WIDTHS = {2: 2**14, 4: 2**15}, {2: (2**15, 2**16, 2**17, 2**18), 4: (2**16, 2**17, 2**18)}
 H200 = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448,  # to compile without
                              shared_memory_per_multiprocessor=233472)
 _words, _lock = {}, threading.Lock()                      # mailbox's
 
 
-def geometry(plan, n_cols, size, gpu):
-    """(groups of programs, the kernel's constants, its options) for rows of n_cols elements of size bytes, or None
-    where the plan does not hold such rows on this GPU (its torch.cuda.get_device_properties)."""
-    vecs, chunk_vecs, warps = triton.cdiv(n_cols * size, 16), plan.chunk // 16, plan.num_warps * plan.per_sm
+def geometry(plan, n_cols, dtype, gpu):
+    """(groups of programs, the kernel's constants, its options) for rows of n_cols elements, or None where the plan
+    does not hold such rows on this GPU (its torch.cuda.get_device_properties)."""
+    vecs, chunk_vecs, lag = triton.cdiv(n_cols * dtype.itemsize, 16), plan.chunk // 16, plan.lag * (plan.split > 1)
     chunks = triton.cdiv(triton.cdiv(vecs, 8 * plan.split) * 8, chunk_vecs)
-    lag = plan.lag if plan.split > 1 else 0
     shared = min(gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor // plan.per_sm - 1024)
-    ring = (shared - 512) // plan.chunk                    # beside it: barriers, and what the reductions need
+    ring = min(plan.ring, (shared - 512) // (plan.chunk * chunks))  # beside it: barriers, what reductions need
     groups = plan.per_sm * gpu.multi_processor_count // plan.split
-    if chunks > ring or not groups or (1 + lag) * chunks * plan.chunk // size > 2**15 // plan.per_sm:
+    if ring <= lag or not groups or chunks > 8:           # each chunk is code of its own
         return None
-    return groups, {"SPLIT": plan.split, "R": chunk_vecs // (32 * plan.num_warps), "CHUNKS": chunks, "RING": ring,
-                    "LAG": lag, "EVEN": vecs == plan.split * chunks * chunk_vecs, "HINT": plan.hint}, {
-        "num_warps": plan.num_warps, "maxnreg": min(255, 2**16 // (32 * warps) // 8 * 8),  # so that per_sm fit
+    return groups, {"DTYPE": GL_DTYPES[dtype], "SPLIT": plan.split, "R": chunk_vecs // (32 * plan.num_warps),
+                    "CHUNKS": chunks, "RING": ring, "LAG": lag, "EVEN": vecs == plan.split * chunks * chunk_vecs,
+                    "HINT": plan.hint}, {
+        "num_warps": plan.num_warps,
+        "maxnreg": min(255, 2**16 // (32 * plan.num_warps * plan.per_sm) // 8 * 8),  # so that per_sm fit
         "launch_cooperative_grid": plan.split > 1}         # programs that wait: all are resident, or it is refused
 
 
@@ -219,8 +257,8 @@ def pick(x, out):
             t.stride(1) == 1 and n_cols <= t.stride(0) < 2**37 and not any(n % 16 for n in (
                 t.data_ptr(), *(size * n for n in (t.storage_offset(), n_cols, t.stride(0))))) for t in (x, out))):
         return None
-    plans = (plan for limit, plan in PICKS[size] if LEAST[size] < n_cols <= limit and geometry(plan, n_cols, size, gpu))
-    return next(plans, None)
+    plans = (plan for limit, plan in PICKS[size] if LEAST[size] < n_cols <= limit)
+    return next((plan for plan in plans if geometry(plan, n_cols, x.dtype, gpu)), None)
 
 
 def mailbox(device, rows):
@@ -242,12 +280,13 @@ def launch(plan, x, out):
     """Launch one Plan on tensors that `pick` accepts; returns the compiled kernel."""
     (n_rows, n_cols), size = x.shape, x.element_size()
     with torch.cuda.device_of(x):
-        groups, constants, options = geometry(plan, n_cols, size, torch.cuda.get_device_properties(x.device))
+        groups, constants, options = geometry(plan, n_cols, x.dtype, torch.cuda.get_device_properties(x.device))
         groups = triton.cdiv(n_rows, triton.cdiv(n_rows, groups))  # as many rows each, or one less
         words, tag = mailbox(x.device, triton.cdiv(n_rows, groups)) if plan.split > 1 else (out, 0)
         source = TensorDescriptor.from_tensor(x.view(WORD), [1, plan.chunk // WORD.itemsize], LAYOUT)
-        return split_kernel[(groups * plan.split,)](out, source, words, tag, n_rows, n_cols * size // 16,
-                                                    out.stride(0) * size // 16, **constants, **options)
+        sizes = n_rows, n_cols * size // 16, out.stride(0) * size // 16
+        return split_kernel[(groups * plan.split,)](out.view(torch.int32), source, words, tag, *sizes, **constants,
+                                                    **options)
 
 
 def split_softmax(x, out=None):
@@ -324,9 +363,9 @@ def soak(launches, dtypes, seed):
 def form(plan, dtype, n_cols, gpu=H200):
     """(kernel, keywords) of launch() for rows of n_cols (dtype is its name), with no GPU."""
     x = torch.empty(1, n_cols, dtype=common.DTYPES[dtype])
-    _, constants, options = geometry(plan, n_cols, x.element_size(), gpu)
+    _, constants, options = geometry(plan, n_cols, x.dtype, gpu)
     source = TensorDescriptor.from_tensor(x.view(WORD), [1, plan.chunk // WORD.itemsize], LAYOUT)
-    arguments = x, source, torch.empty(1, dtype=torch.int64), 1, 1, 1, 1
+    arguments = x.view(torch.int32), source, torch.empty(1, dtype=torch.int64), 1, 1, 1, 1
     return split_kernel, dict(zip(split_kernel.arg_names, arguments)) | constants | options
 
 

@@ -126,9 +126,10 @@ def candidates(m, n, k, sms):
         return max(1, min(16, programs // (triton.cdiv(m, bm) * triton.cdiv(n, bn)), k // 256))
     tiles = triton.cdiv(m, 128) * triton.cdiv(n, 256)
     if m <= 16:
-        return [*(Config(kernel, 16, 64, bk, stages, filling(16, 64, 2 * sms), warps=4)
-                  for kernel, bk, stages in (("narrow", 128, 5), ("narrow/t", 128, 5), ("narrow", 256, 3))),
-                Config("narrow", 16, 128, 64, 5, filling(16, 128, 3 * sms), warps=4), Config("tma", 64, 64, 128, 4)]
+        return [*(Config(kernel, 16, 64, bk, stages, filling(16, 64, programs), warps=4)
+                  for kernel, bk, stages, programs in (
+                      ("narrow", 128, 5, 2 * sms), ("narrow/t", 128, 5, 2 * sms), ("narrow", 256, 3, 2 * sms),
+                      ("narrow/t", 128, 10, sms), ("narrow", 128, 10, sms))), Config("tma", 64, 64, 128, 4)]
     if 10 * tiles >= 9 * sms:
         return [Config("ws", 128, 256, 64, 4), Config("ws", 128, 256, 64, 4, group=16), Config("ws", 256, 128, 64, 3),
                 Config("tma", 128, 256, 64, 4)]
@@ -136,11 +137,10 @@ def candidates(m, n, k, sms):
         return [Config("ws", 128, 256, 64, 4, filling(128, 256)), Config("ws", 128, 128, 64, 5, filling(128, 128)),
                 Config("ws", 256, 128, 64, 3, filling(256, 128)), Config("tma", 128, 256, 64, 3, filling(128, 256))]
     if m * n > 2**19:
-        return [Config("ws", 128, 64, 128, 4), Config("ws", 128, 64, 64, 7), Config("ws", 64, 128, 128, 4),
-                Config("ws", 128, 128, 64, 5), Config("ws", 128, 256, 64, 4, filling(128, 256)),
-                Config("tma", 128, 64, 64, 6, warps=4), Config("tma", 64, 128, 128, 4, warps=4)]
+        return [Config("ws", 128, 64, 128, 4), Config("ws", 64, 128, 128, 4), Config("ws", 128, 128, 64, 5),
+                Config("tma", 128, 64, 128, 4, warps=4), Config("tma", 64, 128, 128, 4, warps=4)]
     return [Config("tma", 64, 32, 128, 4, warps=4), Config("tma", 64, 64, 128, 4, warps=4),
-            Config("ws", 64, 32, 128, 4), Config("ws", 64, 64, 128, 4)]
+            Config("ws", 64, 32, 128, 4)]
 
 
 GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
