@@ -215,6 +215,13 @@ def whole(low, high=2**40):
     return parse
 
 
+def path(text):
+    """An argparse type: a path. The empty one, as of a shell's unset variable, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path")
+    return Path(text)
+
+
 def power_of_two(low, high):
     """An argparse type: a power of two from low to high."""
     def parse(text):

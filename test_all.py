@@ -867,7 +867,7 @@ FLAGS = {"01_vector_add": ["--n 0", "--n -5", "--n abc", "--n 1.5", "--block-siz
          "02_fused_softmax": ["--n-cols 0", "--n-cols -5", "--n-cols abc", "--dtype fp8"],
          "03_matmul": ["--n 0", "--n -5", "--n abc", "--dtype fp8"],
          "04_autotune": ["--n 0", "--n 1000", "--n abc"],
-         "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing"],
+         "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing", "--dump=", "--json="],
          "06_split_softmax": ["--n-cols 0", "--n-cols abc", "--dtype fp8", "--soak 0", "--soak abc", "--save --soak 5",
                               *([] if GPU else ["--soak 5"])],
          "07_persistent_matmul": ["--n 0", "--n abc", "--dtype fp32", "--save --n 512", "--save --dtype bf16"],
