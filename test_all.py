@@ -1154,6 +1154,13 @@ def test_pictures_without_matplotlib_get_one_line(monkeypatch, capsys):
     assert (status, out, error.count("\n")) == (2, "", 1) and "-m pip install matplotlib" in error
 
 
+def test_pictures_need_no_other_backend(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    folder = saved(tmp_path, [timed(1.0, tflops=3.0)])
+    done = program("import compare; compare.main()", "--plots", str(folder), env={"MPLBACKEND": "bogus"})
+    assert (done.returncode, done.stdout) == (0, f"{folder / '03_matmul_vs_cublas.svg'}\n"), done.stderr
+
+
 def test_plot_draws_a_run(report):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     report.args.plot, report.args.save = True, False
