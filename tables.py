@@ -201,6 +201,10 @@ class Parser(argparse.ArgumentParser):
         sys.stderr.write(f"{self.prog}: {message} (--help lists what is accepted)\n")
         raise SystemExit(2)
 
+    def print_help(self, file=None):
+        """argparse's own ignores what cannot be written, as on a full disk; run() says it."""
+        (file or sys.stdout).write(self.format_help())
+
 
 def whole(low, high=2**40):
     """An argparse type: a whole number from low to high."""

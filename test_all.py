@@ -1930,6 +1930,8 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python counters.py --nothing", {}, 2, "unrecognized"),
     ("python sanitize.py --nothing", {}, 2, "unrecognized"), ("python common.py --nothing", {}, 2, "unrecognized"),
     ("python common.py --device 99", {}, 2, "--device 99"), ("python common.py > /dev/full", {}, 2, "No space left"),
+    *((f"python {name}.py --help > /dev/full", {"PYTHONUNBUFFERED": unbuffered}, 2, "standard output: No space left")
+      for name, unbuffered in (("01_vector_add", "1"), ("compare", "1"), ("versions", ""))),  # at once; at its end
     ("python compare.py --nothing", {}, 2, "unrecognized|OLD and NEW"),
     ("python compare.py a b", {}, 2, "cannot use a"),
     ("python compare.py results/nvidia-h200 results/nvidia-h200 > /dev/full", {}, 2, "No space left"),
