@@ -360,6 +360,14 @@ def test_matmul_refuses(a, b, precision):
         product.matmul(a.to(DEVICE), b.to(DEVICE), precision=precision)
 
 
+@pytest.mark.parametrize("name, value", [
+    *(("precision", value) for value in (None, 3, ["tf32"], torch.ones(2), torch.ones(2).numpy())),
+    *(("config", value) for value in ("fast", 0, False, {}, {"BLOCK_M": 64}, [product.ANY], triton.Config({})))])
+def test_matmul_refuses_a_precision_and_a_config_of_another_type(name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"^matmul: {name} is .*; it must be "):
+        product.matmul(randn(4, 4), randn(4, 4), **{name: value})
+
+
 @needs_gpu
 @pytest.mark.parametrize("launch", [lambda x, y: vector.add(x, y), lambda a, b: product.matmul(a, b)])
 def test_a_cpu_tensor_is_refused_by_name(launch):
@@ -1339,9 +1347,9 @@ def test_add_of_no_dimensions():
     assert vector.add(x, x).shape == () and vector.add(x, x) == 2 * x
 
 
-@pytest.mark.parametrize("size", [1000, 0, -64, 2**21])
+@pytest.mark.parametrize("size", [1000, 0, -64, 2**21, "a", None, 64.0, True, [64]])
 def test_add_refuses_a_block_size(size):
-    with pytest.raises(ValueError, match="block_size"):
+    with pytest.raises(ValueError, match="^add: block_size is .*; it must be an integer, a power of 2"):
         vector.add(randn(4), randn(4), block_size=size)
 
 
