@@ -634,6 +634,47 @@ def test_bench_interleaves_and_takes_medians(monkeypatch):
     assert len(result["a"]["windows"]) == 3
 
 
+def test_bench_of_a_small_kernel(monkeypatch):
+    """By a clock that only calls move: a launch in microseconds without what waits for it, a burst without its rest."""
+    clock, replays, launches = {"now": 1000.0}, iter([0.003, 0.001, 0.002]), iter([9.0, *[5e-6] * 48, 7.0, 8.0])
+
+    def moves(seconds, result=None):
+        clock["now"] += seconds
+        return result
+    monkeypatch.setattr(common, "time", types.SimpleNamespace(
+        **dict.fromkeys(("time", "monotonic", "perf_counter"), lambda: clock["now"]), sleep=moves))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: moves(60))
+    monkeypatch.setattr(triton.testing, "do_bench", lambda *_, rep, **__: moves(rep, 0.004 if rep == 50 else 0.008))
+    monkeypatch.setattr(triton.testing, "do_bench_cudagraph", lambda *_, **__: next(replays))
+    row = common.bench({"a": lambda: moves(next(launches))}, warmup=0, rep=900, rounds=3, burst=True)["a"]
+    assert (row["ms"], row["graph_ms"], row["burst_ms"]) == (0.008, 0.002, 0.004)
+    assert row["launch_us"] == pytest.approx(5, rel=1e-3)
+    assert [end - begin for begin, end in row["windows"]] == [300] * 3
+    assert [end - begin for begin, end in row["burst_windows"]] == [50]
+
+
+def test_loop_ms_is_of_a_call(monkeypatch):
+    clock, calls = {"ms": 0.0}, []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.synchronize = lambda: None
+
+        def record(self):
+            self.ms = clock["ms"]
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    def call(ms):
+        clock["ms"] += ms
+        calls.append(ms)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: call(1000.0))
+    assert common.loop_ms([partial(call, 1.0), partial(call, 3.0)], rep=300) == pytest.approx(2)
+    assert calls == [1000.0, 1.0, 3.0, 1000.0, *[1.0, 3.0] * 75]  # one turn says how many take 300 ms
+
+
 class FakeLog:
     problem = None
 
@@ -675,6 +716,18 @@ def test_table_derives_its_rates(report, capsys):
     printed = capsys.readouterr().out
     assert "### providers: a title" in printed and "L2-resident: faster" in printed
     assert re.search(r"\| power cap +\| L2-resident \|$", printed, re.M)
+
+
+def test_a_burst_has_its_own_clock(report, monkeypatch):
+    times = {"ms": 2.0, "graph_ms": None, "launch_us": None, "spread_pct": 0.5, "windows": [(0, 9)],
+             "burst_ms": 1.0, "burst_windows": [(10, 19)]}
+    monkeypatch.setattr(common, "bench", lambda *_, **__: {"triton": dict(times), "torch": times | {"burst_ms": 1.5}})
+    monkeypatch.setattr(FakeLog, "medians", lambda _, windows: {
+        "sm_mhz": {0: 1000, 10: 1500}[windows[0][0]], "mem_mhz": 8000, "power_w": 40, "throttle": "none"})
+    with report.table("vs_cublas", "a title", baseline="torch") as table:
+        table.time({"n": 5}, {"triton": None, "torch": None}, flops=6_144_000_000, unit="bf16", burst=True)
+    row = table.rows[0]
+    assert (row["sm_mhz"], row["burst_mhz"], row["ratio"], row["burst_ratio"]) == (1000, 1500, 1, 1.5)
 
 
 def test_an_interrupt_prints_what_was_measured(report, capsys):
@@ -1032,7 +1085,7 @@ def test_a_run_compared_with_itself_is_within_noise(capsys):
                                     "0 rows of one side only.")
 
 
-@pytest.mark.parametrize("limit, status", [([], 0), (["--fail-slower", "5"], 1), (["--fail-slower", "20"], 0)])
+@pytest.mark.parametrize("limit, status", [([], 0), (["--fail-slower", "9.9"], 1), (["--fail-slower", "10.1"], 0)])
 def test_a_comparison_of_two_folders(tmp_path, capsys, limit, status):
     old = saved(tmp_path / "a", [timed(1.0), timed(1.0, n=16), timed(1.0, 9.0, n=32), timed(1.0, n=64)])
     new = saved(tmp_path / "b", [timed(1.1), timed(0.5, n=16), timed(1.1, 9.0, n=32), timed(1.0, n=128)],
