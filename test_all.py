@@ -4,9 +4,12 @@ References are float64. Where a test needs what this machine has not, it is skip
 """
 import concurrent.futures
 import contextlib
+import ctypes
 import importlib
 import io
 import json
+import math
+import mmap
 import os
 import re
 import signal
@@ -1324,6 +1327,30 @@ def test_what_a_launcher_refuses(name, x, error, line):
         LAUNCH[name](x)
 
 
+def at_the_edge(*shape):
+    """Random floats, and behind the last a page that ends the process which reads it."""
+    nbytes = 4 * math.prod(shape)
+    room = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    behind = ctypes.c_void_p(torch.frombuffer(memory, dtype=torch.uint8).data_ptr() + room)
+    assert ctypes.CDLL(None).mprotect(behind, mmap.PAGESIZE, 0) == 0
+    x = torch.frombuffer(memory, dtype=torch.float32, count=nbytes // 4, offset=room - nbytes)
+    return x.view(shape).copy_(torch.randn(shape))
+
+
+def launch_at_the_edge(name):
+    for shape in [(33, 33)] + [(3, 600), (1, 33_000)] * (name != "matmul"):  # softmax: each kernel
+        LAUNCH[name](at_the_edge(*shape))
+
+
+@without_gpu
+@launchers
+def test_nothing_behind_a_tensor_is_read(name):
+    """What a masked lane reads changes no result, so a mask that a load lacks shows only where nothing may be read."""
+    done = run("-c", f"import test_all; test_all.launch_at_the_edge('{name}')")
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
 @launchers
 def test_forward_only_is_right_without_gradients(name):
     x = randn(8, 8).requires_grad_()
@@ -1371,6 +1398,18 @@ def test_an_offset_of_any_matrix_asks_for_64_bits(far, monkeypatch):
     monkeypatch.setattr(product, "matmul_kernel", {(1,): lambda *args, **switches: seen.update(switches)})
     product.matmul(a, b, out=out, config=product.ANY)
     assert seen["WIDE"] and kernel is not product.matmul_kernel
+
+
+@pytest.mark.parametrize("kernel", fused.KERNELS)
+@pytest.mark.parametrize("far", ["x", "out", None])
+def test_an_offset_of_either_matrix_asks_02_for_64_bits(far, kernel, monkeypatch):
+    """The third row of 64 begins at 2^31 or, so that its end still lies before, at 2^31 - 256."""
+    seen = {}
+    monkeypatch.setattr(fused, f"{'softmax' if kernel == 'whole-row' else kernel}_kernel",
+                        {(3,): lambda *args, **switches: seen.update(switches)})
+    x, out = (torch.empty_strided((3, 64), (2**30 - 128 * (name != far), 1), device="meta") for name in ("x", "out"))
+    fused.launch(fused.Pick(64, kernel, 64, 4), x, out)
+    assert seen["WIDE"] == (far is not None)
 
 
 def test_offsets_need_64_bits_from_the_tile_that_passes_2_31_on():
