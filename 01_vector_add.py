@@ -9,6 +9,7 @@ S1's vector add. Run it:
 The answer is the row `triton` of the table `providers`: as fast as torch.add and as a copy, because the compiler
 gave each thread 16-byte loads; `alignment` shows what it costs where it cannot.
 """
+import numbers
 import os
 import subprocess
 import sys
@@ -66,11 +67,12 @@ def add(x, y, out=None, block_size=1024):
     x, y: tensors of one shape (any, also empty), any strides, one integer or floating dtype, one CUDA device
     (CPU under the interpreter). out: None, or a contiguous tensor to write, of x's shape and dtype; it may be x or y.
     Operands that are not contiguous, or overlap out otherwise, are copied first. Forward only. Raises TypeError on
-    dtypes, ValueError on shapes and devices that do not fit, RuntimeError where a gradient would be lost.
+    dtypes, ValueError on shapes, devices and block sizes that do not fit, RuntimeError where a gradient would be lost.
     """
     common.operands("add", ADDS, x=x, y=y, out=x if out is None else out)
-    if not 0 < block_size <= 2**20 or block_size & (block_size - 1):
-        raise ValueError(f"add: block_size is {block_size}; it must be a power of 2 up to 2^20")
+    if (isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral) or not 0 < block_size <= 2**20
+            or block_size & (block_size - 1)):
+        raise ValueError(f"add: block_size is {block_size!r}; it must be an integer, a power of 2 up to 2^20")
     if x.shape != y.shape:
         raise ValueError(f"add: x is {tuple(x.shape)} and y is {tuple(y.shape)}; both must have one shape")
     if out is None:

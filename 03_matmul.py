@@ -129,10 +129,12 @@ def matmul(a, b, precision="tf32", out=None, config=None):
     same dtype and device, any strides without overlap (an operand that it overlaps is copied first); without it, a new
     tensor. config: a triton.Config to run; without it the fastest of CONFIGS, found by a search at the first call with
     each M, N, K and precision, which no CUDA graph can capture. Forward only; the split precisions ("tf32x3",
-    "bf16x3", "bf16x6") make NaN of infinities. Raises TypeError on dtypes, ValueError on shapes, devices and precisions
-    that do not fit, RuntimeError where a gradient would be lost or a search captured.
+    "bf16x3", "bf16x6") make NaN of infinities. Raises TypeError on dtypes and configs, ValueError on shapes, devices
+    and precisions that do not fit, RuntimeError where a gradient would be lost or a search captured.
     """
     a, b, out = checked(a, b, precision, out)
+    if config is not None and not (isinstance(config, triton.Config) and config.kwargs.keys() == ANY.kwargs.keys()):
+        raise TypeError(f"matmul: config is {config!r}; it must be None or a triton.Config of {', '.join(ANY.kwargs)}")
     (m, k), n = a.shape, b.shape[1]
     if m == 0 or n == 0:
         return out
@@ -159,7 +161,7 @@ def checked(a, b, precision, out):
     for name, x in ("a", a), ("b", b):
         if x.dim() != 2:
             raise ValueError(f"matmul: {name} has {x.dim()} dimensions; it must be a matrix")
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ValueError(f"matmul: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"matmul: a is {tuple(a.shape)} and b is {tuple(b.shape)}; a's columns must be b's rows")

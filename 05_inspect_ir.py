@@ -330,8 +330,8 @@ def main():
     what.add_argument("--stage", metavar="NAME",
                       help="print one stage of --kernel (default matmul_kernel), no table: " + "; for gfx... ".join(
                           ", ".join(maker.stages) for maker in assembly.VENDORS.values()))
-    what.add_argument("--dump", type=Path, metavar="DIR", help="write every stage of every kernel, no table")
-    what.add_argument("--json", type=Path, metavar="FILE", help="write the tables also as JSON")
+    what.add_argument("--dump", type=common.path, metavar="DIR", help="write every stage of every kernel, no table")
+    what.add_argument("--json", type=common.path, metavar="FILE", help="write the tables also as JSON")
     what.add_argument("--inductor", action="store_const", const=True,
                       help="print the Triton that torch.compile writes for a softmax, no table (needs a GPU)")
     args = parser.parse_args()

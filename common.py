@@ -372,5 +372,5 @@ if __name__ == "__main__":  # `python common.py`: the GPU's sheet
     card.common.run(card.main)
 else:  # what has to do with neither clocks nor roofs stands apart, so that this file stays short; it uses what is above
     from arguments import apart, extent, operands, writable  # noqa: F401
-    from tables import (COLUMNS, Parser, Report, Table, format_table, header, one_at_a_time, parser,  # noqa: F401
+    from tables import (COLUMNS, Parser, Report, Table, format_table, header, one_at_a_time, parser, path,  # noqa: F401
                         power_of_two, run, start, versions, whole, write)

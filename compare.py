@@ -388,6 +388,7 @@ PICTURES = {"01_vector_add_block_size": block_size, "02_fused_softmax_widths": w
 
 def pyplot():
     """matplotlib.pyplot, which nothing else needs, or one line and status 2."""
+    os.environ["MPLBACKEND"] = "svg"  # where it names no backend, matplotlib cannot be imported
     try:
         import matplotlib
         matplotlib.use("svg")

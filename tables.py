@@ -201,6 +201,10 @@ class Parser(argparse.ArgumentParser):
         sys.stderr.write(f"{self.prog}: {message} (--help lists what is accepted)\n")
         raise SystemExit(2)
 
+    def print_help(self, file=None):
+        """argparse's own ignores what cannot be written, as on a full disk; run() says it."""
+        (file or sys.stdout).write(self.format_help())
+
 
 def whole(low, high=2**40):
     """An argparse type: a whole number from low to high."""
@@ -213,6 +217,13 @@ def whole(low, high=2**40):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low:,} to {high:,}")
         return value
     return parse
+
+
+def path(text):
+    """An argparse type: a path. The empty one, as of a shell's unset variable, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path")
+    return Path(text)
 
 
 def power_of_two(low, high):

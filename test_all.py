@@ -4,10 +4,13 @@ References are float64. Where a test needs what this machine has not, it is skip
 """
 import concurrent.futures
 import contextlib
+import ctypes
 import importlib
 import inspect
 import io
 import json
+import math
+import mmap
 import os
 import re
 import signal
@@ -361,6 +364,14 @@ def test_matmul_refuses(a, b, precision):
         product.matmul(a.to(DEVICE), b.to(DEVICE), precision=precision)
 
 
+@pytest.mark.parametrize("name, value", [
+    *(("precision", value) for value in (None, 3, ["tf32"], torch.ones(2), torch.ones(2).numpy())),
+    *(("config", value) for value in ("fast", 0, False, {}, {"BLOCK_M": 64}, [product.ANY], triton.Config({})))])
+def test_matmul_refuses_a_precision_and_a_config_of_another_type(name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"^matmul: {name} is .*; it must be "):
+        product.matmul(randn(4, 4), randn(4, 4), **{name: value})
+
+
 @needs_gpu
 @pytest.mark.parametrize("launch", [lambda x, y: vector.add(x, y), lambda a, b: product.matmul(a, b)])
 def test_a_cpu_tensor_is_refused_by_name(launch):
@@ -627,6 +638,47 @@ def test_bench_interleaves_and_takes_medians(monkeypatch):
     assert len(result["a"]["windows"]) == 3
 
 
+def test_bench_of_a_small_kernel(monkeypatch):
+    """By a clock that only calls move: a launch in microseconds without what waits for it, a burst without its rest."""
+    clock, replays, launches = {"now": 1000.0}, iter([0.003, 0.001, 0.002]), iter([9.0, *[5e-6] * 48, 7.0, 8.0])
+
+    def moves(seconds, result=None):
+        clock["now"] += seconds
+        return result
+    monkeypatch.setattr(common, "time", types.SimpleNamespace(
+        **dict.fromkeys(("time", "monotonic", "perf_counter"), lambda: clock["now"]), sleep=moves))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: moves(60))
+    monkeypatch.setattr(triton.testing, "do_bench", lambda *_, rep, **__: moves(rep, 0.004 if rep == 50 else 0.008))
+    monkeypatch.setattr(triton.testing, "do_bench_cudagraph", lambda *_, **__: next(replays))
+    row = common.bench({"a": lambda: moves(next(launches))}, warmup=0, rep=900, rounds=3, burst=True)["a"]
+    assert (row["ms"], row["graph_ms"], row["burst_ms"]) == (0.008, 0.002, 0.004)
+    assert row["launch_us"] == pytest.approx(5, rel=1e-3)
+    assert [end - begin for begin, end in row["windows"]] == [300] * 3
+    assert [end - begin for begin, end in row["burst_windows"]] == [50]
+
+
+def test_loop_ms_is_of_a_call(monkeypatch):
+    clock, calls = {"ms": 0.0}, []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.synchronize = lambda: None
+
+        def record(self):
+            self.ms = clock["ms"]
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    def call(ms):
+        clock["ms"] += ms
+        calls.append(ms)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: call(1000.0))
+    assert common.loop_ms([partial(call, 1.0), partial(call, 3.0)], rep=300) == pytest.approx(2)
+    assert calls == [1000.0, 1.0, 3.0, 1000.0, *[1.0, 3.0] * 75]  # one turn says how many take 300 ms
+
+
 class FakeLog:
     problem = None
 
@@ -668,6 +720,18 @@ def test_table_derives_its_rates(report, capsys):
     printed = capsys.readouterr().out
     assert "### providers: a title" in printed and "L2-resident: faster" in printed
     assert re.search(r"\| power cap +\| L2-resident \|$", printed, re.M)
+
+
+def test_a_burst_has_its_own_clock(report, monkeypatch):
+    times = {"ms": 2.0, "graph_ms": None, "launch_us": None, "spread_pct": 0.5, "windows": [(0, 9)],
+             "burst_ms": 1.0, "burst_windows": [(10, 19)]}
+    monkeypatch.setattr(common, "bench", lambda *_, **__: {"triton": dict(times), "torch": times | {"burst_ms": 1.5}})
+    monkeypatch.setattr(FakeLog, "medians", lambda _, windows: {
+        "sm_mhz": {0: 1000, 10: 1500}[windows[0][0]], "mem_mhz": 8000, "power_w": 40, "throttle": "none"})
+    with report.table("vs_cublas", "a title", baseline="torch") as table:
+        table.time({"n": 5}, {"triton": None, "torch": None}, flops=6_144_000_000, unit="bf16", burst=True)
+    row = table.rows[0]
+    assert (row["sm_mhz"], row["burst_mhz"], row["ratio"], row["burst_ratio"]) == (1000, 1500, 1, 1.5)
 
 
 def test_an_interrupt_prints_what_was_measured(report, capsys):
@@ -868,7 +932,7 @@ FLAGS = {"01_vector_add": ["--n 0", "--n -5", "--n abc", "--n 1.5", "--block-siz
          "02_fused_softmax": ["--n-cols 0", "--n-cols -5", "--n-cols abc", "--dtype fp8"],
          "03_matmul": ["--n 0", "--n -5", "--n abc", "--dtype fp8"],
          "04_autotune": ["--n 0", "--n 1000", "--n abc"],
-         "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing"],
+         "05_inspect_ir": ["--arch 70", "--arch abc", "--kernel nothing", "--stage nothing", "--dump=", "--json="],
          "06_split_softmax": ["--n-cols 0", "--n-cols abc", "--dtype fp8", "--soak 0", "--soak abc", "--save --soak 5",
                               *([] if GPU else ["--soak 5"])],
          "07_persistent_matmul": ["--n 0", "--n abc", "--dtype fp32", "--save --n 512", "--save --dtype bf16"],
@@ -1025,7 +1089,7 @@ def test_a_run_compared_with_itself_is_within_noise(capsys):
                                     "0 rows of one side only.")
 
 
-@pytest.mark.parametrize("limit, status", [([], 0), (["--fail-slower", "5"], 1), (["--fail-slower", "20"], 0)])
+@pytest.mark.parametrize("limit, status", [([], 0), (["--fail-slower", "9.9"], 1), (["--fail-slower", "10.1"], 0)])
 def test_a_comparison_of_two_folders(tmp_path, capsys, limit, status):
     old = saved(tmp_path / "a", [timed(1.0), timed(1.0, n=16), timed(1.0, 9.0, n=32), timed(1.0, n=64)])
     new = saved(tmp_path / "b", [timed(1.1), timed(0.5, n=16), timed(1.1, 9.0, n=32), timed(1.0, n=128)],
@@ -1155,6 +1219,13 @@ def test_pictures_without_matplotlib_get_one_line(monkeypatch, capsys):
     assert (status, out, error.count("\n")) == (2, "", 1) and "-m pip install matplotlib" in error
 
 
+def test_pictures_need_no_other_backend(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    folder = saved(tmp_path, [timed(1.0, tflops=3.0)])
+    done = program("import compare; compare.main()", "--plots", str(folder), env={"MPLBACKEND": "bogus"})
+    assert (done.returncode, done.stdout) == (0, f"{folder / '03_matmul_vs_cublas.svg'}\n"), done.stderr
+
+
 def test_plot_draws_a_run(report):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     report.args.plot, report.args.save = True, False
@@ -1257,6 +1328,30 @@ def test_what_a_launcher_refuses(name, x, error, line):
         LAUNCH[name](x)
 
 
+def at_the_edge(*shape):
+    """Random floats, and behind the last a page that ends the process which reads it."""
+    nbytes = 4 * math.prod(shape)
+    room = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    behind = ctypes.c_void_p(torch.frombuffer(memory, dtype=torch.uint8).data_ptr() + room)
+    assert ctypes.CDLL(None).mprotect(behind, mmap.PAGESIZE, 0) == 0
+    x = torch.frombuffer(memory, dtype=torch.float32, count=nbytes // 4, offset=room - nbytes)
+    return x.view(shape).copy_(torch.randn(shape))
+
+
+def launch_at_the_edge(name):
+    for shape in [(33, 33)] + [(3, 600), (1, 33_000)] * (name != "matmul"):  # softmax: each kernel
+        LAUNCH[name](at_the_edge(*shape))
+
+
+@without_gpu
+@launchers
+def test_nothing_behind_a_tensor_is_read(name):
+    """What a masked lane reads changes no result, so a mask that a load lacks shows only where nothing may be read."""
+    done = run("-c", f"import test_all; test_all.launch_at_the_edge('{name}')")
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
 @launchers
 def test_forward_only_is_right_without_gradients(name):
     x = randn(8, 8).requires_grad_()
@@ -1306,6 +1401,18 @@ def test_an_offset_of_any_matrix_asks_for_64_bits(far, monkeypatch):
     assert seen["WIDE"] and kernel is not product.matmul_kernel
 
 
+@pytest.mark.parametrize("kernel", fused.KERNELS)
+@pytest.mark.parametrize("far", ["x", "out", None])
+def test_an_offset_of_either_matrix_asks_02_for_64_bits(far, kernel, monkeypatch):
+    """The third row of 64 begins at 2^31 or, so that its end still lies before, at 2^31 - 256."""
+    seen = {}
+    monkeypatch.setattr(fused, f"{'softmax' if kernel == 'whole-row' else kernel}_kernel",
+                        {(3,): lambda *args, **switches: seen.update(switches)})
+    x, out = (torch.empty_strided((3, 64), (2**30 - 128 * (name != far), 1), device="meta") for name in ("x", "out"))
+    fused.launch(fused.Pick(64, kernel, 64, 4), x, out)
+    assert seen["WIDE"] == (far is not None)
+
+
 def test_offsets_need_64_bits_from_the_tile_that_passes_2_31_on():
     """reach(): up to 255 rows and columns of a tile hang over a matrix's edge."""
     row = torch.empty(1, 1, dtype=torch.float16, device="meta")
@@ -1333,9 +1440,9 @@ def test_add_of_no_dimensions():
     assert vector.add(x, x).shape == () and vector.add(x, x) == 2 * x
 
 
-@pytest.mark.parametrize("size", [1000, 0, -64, 2**21])
+@pytest.mark.parametrize("size", [1000, 0, -64, 2**21, "a", None, 64.0, True, [64]])
 def test_add_refuses_a_block_size(size):
-    with pytest.raises(ValueError, match="block_size"):
+    with pytest.raises(ValueError, match="^add: block_size is .*; it must be an integer, a power of 2"):
         vector.add(randn(4), randn(4), block_size=size)
 
 
@@ -1924,6 +2031,8 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python counters.py --nothing", {}, 2, "unrecognized"),
     ("python sanitize.py --nothing", {}, 2, "unrecognized"), ("python common.py --nothing", {}, 2, "unrecognized"),
     ("python common.py --device 99", {}, 2, "--device 99"), ("python common.py > /dev/full", {}, 2, "No space left"),
+    *((f"python {name}.py --help > /dev/full", {"PYTHONUNBUFFERED": unbuffered}, 2, "standard output: No space left")
+      for name, unbuffered in (("01_vector_add", "1"), ("compare", "1"), ("versions", ""))),  # at once; at its end
     ("python compare.py --nothing", {}, 2, "unrecognized|OLD and NEW"),
     ("python compare.py a b", {}, 2, "cannot use a"),
     ("python compare.py results/nvidia-h200 results/nvidia-h200 > /dev/full", {}, 2, "No space left"),

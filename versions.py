@@ -91,9 +91,12 @@ def main():
 
 if __name__ == "__main__":
     try:
-        main()
-        sys.stdout.flush()
+        try:
+            main()
+        finally:
+            print(end="", flush=True)                # also where standard output is closed
     except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
         fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except KeyboardInterrupt:
         sys.stderr.write("versions.py: interrupted\n")
