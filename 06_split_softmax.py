@@ -234,8 +234,8 @@ _words, _lock = {}, threading.Lock()                      # mailbox's
 def geometry(plan, n_cols, dtype, gpu):
     """(groups of programs, the kernel's constants, its options) for rows of n_cols elements, or None where the plan
     does not hold such rows on this GPU (its torch.cuda.get_device_properties)."""
-    vecs, chunk_vecs, lag = triton.cdiv(n_cols * dtype.itemsize, 16), plan.chunk // 16, plan.lag * (plan.split > 1)
-    chunks = triton.cdiv(triton.cdiv(vecs, 8 * plan.split) * 8, chunk_vecs)
+    vecs, chunk_vecs, lag = common.cdiv(n_cols * dtype.itemsize, 16), plan.chunk // 16, plan.lag * (plan.split > 1)
+    chunks = common.cdiv(common.cdiv(vecs, 8 * plan.split) * 8, chunk_vecs)
     shared = min(gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor // plan.per_sm - 1024)
     ring = min(plan.ring, (shared - 512) // (plan.chunk * chunks))  # beside it: barriers, what reductions need
     groups = plan.per_sm * gpu.multi_processor_count // plan.split
@@ -281,8 +281,8 @@ def launch(plan, x, out):
     (n_rows, n_cols), size = x.shape, x.element_size()
     with torch.cuda.device_of(x):
         groups, constants, options = geometry(plan, n_cols, x.dtype, torch.cuda.get_device_properties(x.device))
-        groups = triton.cdiv(n_rows, triton.cdiv(n_rows, groups))  # as many rows each, or one less
-        words, tag = mailbox(x.device, triton.cdiv(n_rows, groups)) if plan.split > 1 else (out, 0)
+        groups = common.cdiv(n_rows, common.cdiv(n_rows, groups))  # as many rows each, or one less
+        words, tag = mailbox(x.device, common.cdiv(n_rows, groups)) if plan.split > 1 else (out, 0)
         source = TensorDescriptor.from_tensor(x.view(WORD), [1, plan.chunk // WORD.itemsize], LAYOUT)
         sizes = n_rows, n_cols * size // 16, out.stride(0) * size // 16
         return split_kernel[(groups * plan.split,)](out.view(torch.int32), source, words, tag, *sizes, **constants,

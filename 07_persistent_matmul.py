@@ -123,8 +123,8 @@ class Config(NamedTuple):
 def candidates(m, n, k, sms):
     """The Configs worth timing for a product, by how many tiles of 128 x 256 it has for how many SMs."""
     def filling(bm, bn, programs=sms):  # programs a tile, so that all SMs have work
-        return max(1, min(16, programs // (triton.cdiv(m, bm) * triton.cdiv(n, bn)), k // 256))
-    tiles = triton.cdiv(m, 128) * triton.cdiv(n, 256)
+        return max(1, min(16, programs // (common.cdiv(m, bm) * common.cdiv(n, bn)), k // 256))
+    tiles = common.cdiv(m, 128) * common.cdiv(n, 256)
     if m <= 16:
         return [*(Config(kernel, 16, 64, bk, stages, filling(16, 64, programs), warps=4)
                   for kernel, bk, stages, programs in (
@@ -145,7 +145,6 @@ def candidates(m, n, k, sms):
 
 GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 counts = {}  # narrow_kernel's counters, zero between launches, by device and stream
-ready = {}   # the CompiledKernels of its launches, by sizes, dtype, B's order, device, config and row stride
 found = {}   # candidates() from the fastest on, by sizes, dtype, B's order and device
 
 
@@ -174,7 +173,7 @@ def launches(config, a, b, out, b_t=False, parts=1, sms=132, fresh=False):
     matrices of M and N rows below each other, whose sums are multiplied. sms: programs that stay. fresh: "ws" adds up
     in FP32 what tensor cores sum over BLOCK_K, not over K."""
     (m, n), k, (kind, bm, bn, bk, stages, split, group, warps) = out.shape, a.shape[1], config
-    units = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    units = common.cdiv(m, bm) * common.cdiv(n, bn)
     sizes = {"M": m, "N": n, "K": k, "SPLIT_K": split}
     if kind.startswith("narrow"):
         scratch = torch.empty(split * m * n if split > 1 else 1, dtype=torch.float32, device=out.device)
@@ -182,9 +181,9 @@ def launches(config, a, b, out, b_t=False, parts=1, sms=132, fresh=False):
             "a_desc": descriptor(a, [bm, bk], False), "b_desc": descriptor(b, [bk, bn], False), "parts_ptr": scratch,
             "counts_ptr": counters(units, out.device), "out_ptr": out, "stride_out": out.stride(0), "BLOCK_M": bm,
             "BLOCK_N": bn, "BLOCK_K": bk, "STAGES": stages, "SWAP": kind == "narrow/t", "num_warps": warps})]
-    ws, target, part_rows = kind == "ws", out, triton.cdiv(m, bm) * bm
+    ws, target, part_rows = kind == "ws", out, common.cdiv(m, bm) * bm
     if split > 1:
-        target = torch.empty((split * part_rows, triton.cdiv(n, 4) * 4), dtype=torch.float32,
+        target = torch.empty((split * part_rows, common.cdiv(n, 4) * 4), dtype=torch.float32,
                              device=out.device)[:, :n]
     if ws:
         wgs = 1 if bm == 64 else 2
@@ -198,19 +197,14 @@ def launches(config, a, b, out, b_t=False, parts=1, sms=132, fresh=False):
     main = (specialized_kernel if ws else persistent_kernel, (min(sms, units * split),), sizes | own | {
         "a_desc": descriptor(a, a_block, ws), "b_desc": descriptor(b, b_block, ws),
         "c_desc": descriptor(target, c_block, ws), "GROUP_M": group, "B_T": b_t})
-    return [main] if split == 1 else [main, (reduce_kernel, (m * triton.cdiv(n, 1024),), {
+    return [main] if split == 1 else [main, (reduce_kernel, (m * common.cdiv(n, 1024),), {
         "parts_ptr": target, "out_ptr": out, "N": n, "part_rows": part_rows, "stride_row": target.stride(0),
         "stride_out": out.stride(0), "SPLIT_K": split, "BLOCK": 1024})]
 
 
-def run(todo, compiled=None):
-    """Launch them in turn; their CompiledKernels. compiled: those of such a launch before, of the same sizes, strides
-    and dtype: the host then need not look them up, a third of its time."""
-    if not compiled:
-        return [kernel[grid](**keywords) for kernel, grid, keywords in todo]
-    for own, (kernel, grid, keywords) in zip(compiled, todo):
-        own[(*grid, 1, 1)[:3]](*(keywords[name] for name in kernel.arg_names))
-    return compiled
+def run(todo, like=None):
+    """Launch them in turn; the first one's CompiledKernel. like: as 03's launch has it."""
+    return [product.launch(*one, like) if like else one[0][one[1]](**one[2]) for one in todo][0]
 
 
 @functools.cache
@@ -265,11 +259,7 @@ def persistent_matmul(a, b, out=None, config=None):
                 found[key] = [one for one in some if one.kernel != "ws"] if common.INTERPRETED else search(
                     some, a, b, out, b_t)
             persistent_matmul.found, config = found[key], found[key][0]
-        key = key, config, out.stride(0)
-        done = run(launches(config, a, b, out, b_t, sms=sms), ready.get(key))
-        if not common.INTERPRETED:
-            ready[key] = done
-        persistent_matmul.kernel = done[0]
+        persistent_matmul.kernel = run(launches(config, a, b, out, b_t, sms=sms), (key, config, out.stride(0)))
     persistent_matmul.config = config
     return out
 

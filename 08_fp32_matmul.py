@@ -131,8 +131,8 @@ MODES = {"tf32": Mode(1, 13, torch.float32, Config("ws", 128, 256, 32, 4)),
 def pack(x, mode):
     """(parts of x below each other, [the launch that fills them]); x: rows by K, of any strides."""
     (rows, k), align = x.shape, 16 // mode.dtype.itemsize
-    packed = torch.empty((mode.parts * rows, triton.cdiv(k, align) * align), dtype=mode.dtype, device=x.device)[:, :k]
-    return packed, [(pack_kernel, (triton.cdiv(rows, 64) * triton.cdiv(k, 64),), {
+    packed = torch.empty((mode.parts * rows, common.cdiv(k, align) * align), dtype=mode.dtype, device=x.device)[:, :k]
+    return packed, [(pack_kernel, (common.cdiv(rows, 64) * common.cdiv(k, 64),), {
         "x_ptr": x, "out_ptr": packed, "R": rows, "C": k, "stride_r": x.stride(0), "stride_c": x.stride(1),
         "stride_out": packed.stride(0), "PARTS": mode.parts, "DROP": mode.drop, "BLOCK_R": 64, "BLOCK_C": 64,
         "num_warps": 8})]
@@ -142,7 +142,7 @@ def launches(mode, a, b, out, sms=132):
     """All that a product needs, as 07's: packing counts."""
     if isinstance(mode, Fma):
         (m, n), k, (bm, bn, bk, stages, tm, tn, lm, wm, group) = out.shape, a.shape[1], mode
-        return [(fma_kernel, (min(sms, triton.cdiv(m, bm) * triton.cdiv(n, bn)),), {
+        return [(fma_kernel, (min(sms, common.cdiv(m, bm) * common.cdiv(n, bn)),), {
             "a_desc": persistent.descriptor(a, [bm, bk], True), "b_desc": persistent.descriptor(b, [bk, bn], True),
             "c_ptr": out, "stride_c": out.stride(0), "M": m, "N": n, "K": k, "BLOCK_M": bm, "BLOCK_N": bn,
             "GROUP_M": group, "STAGES": stages, "TM": tm, "TN": tn, "LM": lm, "WM": wm, "num_warps": 8})]

@@ -21,6 +21,7 @@ import time
 import types
 from functools import partial
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -2552,18 +2553,36 @@ def test_persistent_matmul_of_few_rows(m, n, k, split, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["tma", "narrow"])
-def test_a_kernel_that_is_compiled_gets_its_arguments_in_their_order(kernel):
+def test_a_launch_like_one_before_passes_on_all_arguments(kernel, monkeypatch):
+    """By position, in the order of the kernel's parameters, constants too; a launch unlike it is Triton's."""
     a, b, out = (torch.empty(shape, dtype=torch.float16, device=DEVICE) for shape in ((16, 256), (256, 64), (16, 64)))
-    todo, seen = persistent.launches(Config(kernel, 16, 32, 32, 2, 3, warps=4), a, b, out), []
+    seen = []
 
     class Compiled:
         def __getitem__(self, grid):
             return lambda *args: seen.append((grid, args))
-    persistent.run(todo, [Compiled() for _ in todo])
-    for (kernel, grid, keywords), (given_grid, args) in zip(todo, seen, strict=True):
-        names = list(inspect.signature(kernel.fn).parameters)
-        assert given_grid[:len(grid)] == grid and len(given_grid) == 3 and len(args) == len(names)
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(product, "launched", {})
+    for kernel, grid, keywords in persistent.launches(Config(kernel, 16, 32, 32, 2, 3, warps=4), a, b, out):
+        names, jit = list(inspect.signature(kernel.fn).parameters), mock.MagicMock(arg_names=kernel.arg_names)
+        jit[grid].return_value = own = Compiled()
+        for like in (1, 2):
+            assert product.launch(jit, grid, keywords, like) is own and jit[grid].call_args == mock.call(**keywords)
+        assert jit[grid].call_count == 2 and product.launch(jit, grid, keywords, 1) is own
+        assert jit[grid].call_count == 2, "found"
+        given_grid, args = seen.pop()
+        assert given_grid == (*grid, 1, 1)[:3] and len(args) == len(names) and not seen
         assert all(value is keywords[name] for name, value in zip(names, args))
+
+
+@needs_gpu
+def test_a_launch_like_one_before_is_right_where_it_is_not_alike():
+    """Pointers, strides and sizes that 16 divides no longer: each needs a kernel of its own."""
+    whole = randn(208, 208, dtype=torch.float16)
+    for _ in range(2):
+        for x in (whole, whole[:, :-16], whole[:, 1:], whole[:, 8:], whole[:, :-1], whole[:192], whole[1:, :192]):
+            check_matmul(x, x.t(), launch=partial(product.matmul, config=product.ANY))
+            check_persistent(x, whole[:x.shape[1]], CONFIGS[1], own=x.data_ptr() % 16 == 0)
 
 
 @needs_wgmma
