@@ -154,8 +154,9 @@ def matmul(a, b, precision="tf32", out=None, config=None):
             config = found[key] = tuned.best_config
         else:
             switches["RAGGED"] = ragged({"M": m, "N": n, **config.kwargs})
-            keywords = dict(zip(matmul_kernel.arg_names, args)) | config.all_kwargs() | switches
-            like = key, config, args[6:], switches["WIDE"], *(x.data_ptr() % 16 for x in args[:3])
+            own = config.all_kwargs()
+            like = key, *own.items(), args[6:], switches["WIDE"], *(x.data_ptr() % 16 for x in args[:3])
+            keywords = dict(zip(matmul_kernel.arg_names, args)) | own | switches
             matmul.kernel = launch(matmul_kernel, programs(m, n, config.kwargs), keywords, like)
     matmul.config = config
     return out
