@@ -40,7 +40,6 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 buffer = gl.shared_memory_descriptor
 reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
 LOG2E = gl.constexpr(1.4426950408889634)
-GL_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 # TMA moves up to 256 elements at once, whatever their size: bytes go as elements of 8, from Triton 3.7 on of 4.
 WORD = torch.int64 if [*map(int, triton.__version__.split(".")[:2])] < [3, 7] else torch.int32
 WORDS = gl.constexpr(16 // WORD.itemsize)                 # a vector
@@ -220,8 +219,8 @@ class Plan(NamedTuple):
 
 
 # Up to so many columns, by bytes an element: a row of up to 64 KB is one program's, else segments are of up to 32 KB.
-# More loads under way than these keep DRAM no busier. Up to LEAST columns 02's whole row is faster: on an H200 by 2% at
-# 16,384 in BF16, by 6% at 32,768 in FP32.
+# More loads under way, by a longer ring or more programs, were no faster on an H200. Up to LEAST columns 02's whole row
+# was, there.
 PICKS = {size: [(2**15 // size * split, Plan(split, 2**13, 8, 2)) for split in (4, 8, 16, 32, 64, 128, 256)]
          for size in (2, 4)}
 PICKS[2].insert(0, (2**15, Plan(1, 2**14, 16, 1)))
@@ -241,9 +240,9 @@ def geometry(plan, n_cols, dtype, gpu):
     groups = plan.per_sm * gpu.multi_processor_count // plan.split
     if ring <= lag or not groups or chunks > 8:           # each chunk is code of its own
         return None
-    return groups, {"DTYPE": GL_DTYPES[dtype], "SPLIT": plan.split, "R": chunk_vecs // (32 * plan.num_warps),
-                    "CHUNKS": chunks, "RING": ring, "LAG": lag, "EVEN": vecs == plan.split * chunks * chunk_vecs,
-                    "HINT": plan.hint}, {
+    return groups, {"DTYPE": getattr(gl, str(dtype).removeprefix("torch.")), "SPLIT": plan.split,
+                    "R": chunk_vecs // (32 * plan.num_warps), "CHUNKS": chunks, "RING": ring, "LAG": lag,
+                    "EVEN": vecs == plan.split * chunks * chunk_vecs, "HINT": plan.hint}, {
         "num_warps": plan.num_warps,
         "maxnreg": min(255, 2**16 // (32 * plan.num_warps * plan.per_sm) // 8 * 8),  # so that per_sm fit
         "launch_cooperative_grid": plan.split > 1}         # programs that wait: all are resident, or it is refused

@@ -101,7 +101,7 @@ class Mode(NamedTuple):
     drop: int           # bits of FP32 that a part lacks
     dtype: torch.dtype  # of a part
     config: Config
-    fresh: bool = False    # sums of BLOCK_K products are added up outside of the tensor cores, which cut each sum off
+    fresh: bool = False    # tensor cores, which truncate every partial sum, sum one k tile; FP32 additions the tiles
     a_packed: bool = True  # else tensor cores cut the bits off that TF32 lacks, where 0 stands in a row's place
 
 

@@ -92,7 +92,7 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
                     b = b_bufs.index(stage * PARTS + s - i)
                     acc = warpgroup_mma(a_bufs.index((stage * PARTS + i) * WGS + WG), b.permute((1, 0)) if B_T else b,
                                         acc, use_acc=(not FRESH and k > 0) | (s + 1 < PARTS) | (i > 0), is_async=True)
-            if FRESH:  # tensor cores cut off each sum: short ones, added up where rounding is right
+            if FRESH:  # tensor cores truncate every partial sum: they sum a k tile, FP32 additions the tiles
                 acc = warpgroup_mma_wait(0, deps=(acc, ))
                 mbarrier.arrive(empty.index(stage))
                 total += acc
