@@ -454,6 +454,30 @@ def test_a_search_abandons_the_slow_and_times_the_near_in_turn(scale, monkeypatc
     assert search.best[1] == pytest.approx(0.9 * scale) and search.timed == 5 and search.small == (scale < 1)
 
 
+def test_the_processes_of_cost_start_together_and_take_turns(report, tmp_path, capsys):
+    """Each says when it is ready, waits to be told, and has the cache folder of its tuner."""
+    (tmp_path / "04_autotune.py").write_text("""
+import os, pathlib, sys, time
+log, cache = pathlib.Path("log"), pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+def child(device, n, tuner, keep):
+    with log.open("a") as file: file.write("ready ")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    assert log.read_text().count("ready") == 5  # nobody is at work before all wait
+    assert n == 4096 and (cache / tuner).exists() == bool(list(cache.iterdir()))
+    (cache / tuner).touch()
+    (cache / str(time.monotonic_ns())).touch()
+    print(float(len(list(cache.iterdir())) + (tuner == "Search") * 10))
+""")
+    tuning.cost(report, 4096)
+    rows = report.tables[0].rows
+    assert [row["seconds"] for row in rows] == [2, 3, 4, 12, 13] and capsys.readouterr().out.count("4,096") >= 5
+    (tmp_path / "log").unlink()
+    (tmp_path / "04_autotune.py").write_text("def child(*_): raise SystemExit('no GPU left')")
+    with pytest.raises(AssertionError, match="the child failed: no GPU left"):
+        tuning.cost(report, 4096)
+
+
 @needs_gpu
 def test_a_search_drops_what_spills_or_does_not_fit_and_is_cached(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
@@ -704,7 +728,7 @@ def report(monkeypatch, tmp_path):
         for name in providers})
     gpu = {"name": "NVIDIA GeForce RTX 4060 Laptop GPU", "cc": "8.9", "sms": 24, "l2_bytes": 2**25, "bus_bits": 128,
            "memory_bytes": 2**33, "uuid": "GPU-0", "power_limit_w": 40.0, "driver": "0"}
-    args = types.SimpleNamespace(warmup=1000, rep=1000, rounds=3, seed=0, save=True, plot=False)
+    args = types.SimpleNamespace(warmup=1000, rep=1000, rounds=3, seed=0, save=True, plot=False, device=0)
     return common.Report("01_vector_add", args, gpu)
 
 
