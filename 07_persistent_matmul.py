@@ -243,6 +243,8 @@ def persistent_matmul(a, b, out=None, config=None):
     candidates(), found at the first call with each M, N, K.
     """
     a, b, out = product.checked(a, b, "ieee", out)
+    if not isinstance(config, Config | None):
+        raise TypeError(f"persistent_matmul: config is {config!r}; it must be None or a Config")
     (m, k), n, sms, b_t = a.shape, b.shape[1], sms_of(a.device), not tma_takes(b)
     if a.dtype == torch.float32 or not sms or not tma_takes(a, b.t() if b_t else b, out):
         persistent_matmul.config = None

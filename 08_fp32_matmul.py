@@ -160,6 +160,8 @@ def fp32_matmul(a, b, precision="tf32", out=None, mode=None):
     instead.
     """
     a, b, out = product.checked(a, b, precision, out)
+    if not isinstance(mode, Mode | Fma | None):
+        raise TypeError(f"fp32_matmul: mode is {mode!r}; it must be None, a Mode or an Fma")
     mode = mode or MODES[precision]
     read = (a, b) if isinstance(mode, Fma) else ()
     # No interpreter runs Gluon: there it is 03's, too. Rows of parts are counted in 32 bits.

@@ -2565,6 +2565,15 @@ def test_a_config_of_07_that_cannot_be_right_is_refused(m, transposed, kernel):
                                      config=persistent.Config(kernel, 16, 32, 32, 2, warps=4))
 
 
+@pytest.mark.parametrize("wrong", ["ws", ("ws", 128, 256, 64, 4), product.ANY], ids=str)
+def test_what_is_no_config_of_07_and_no_mode_of_08_is_refused(wrong):
+    a = randn(16, 16, dtype=torch.float16)
+    with pytest.raises(TypeError, match="config is .*; it must be None or a Config"):
+        persistent.persistent_matmul(a, a, config=wrong)
+    with pytest.raises(TypeError, match="mode is .*; it must be None, a Mode or an Fma"):
+        packed.fp32_matmul(a.float(), a.float(), mode=wrong)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("m, n, k", ALIGNED)
