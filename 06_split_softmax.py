@@ -1,21 +1,20 @@
-"""How fast is a softmax of rows that outgrow a program, when every row is read from DRAM once?
+"""How fast is a softmax of rows that outgrow a program's registers, when every row is read from DRAM once?
 
-Programs stay for the whole launch. A row, or its 1/SPLIT, waits in a ring in shared memory that TMA keeps filling:
-it is reduced from there and, when its maximum and sum are known, read from there again and written. The programs that
-share a row tell each other theirs, and reduce their next row before they need the answer. In Gluon: Triton 3.6
-pipelines no such loop.
+A row is a thread-block cluster's: each of its 1 to 16 programs copies a segment into its shared memory, asynchronously,
+reduces it there, writes its maximum and sum into the shared memory of the others, and reads its segment once more to
+write the result. In Gluon, which leaves layouts and copies to the kernel, with the exchange in PTX.
 
     python 06_split_softmax.py                    the table `wide`
     python 06_split_softmax.py --n-cols 151936    one width; --dtype fp16: one dtype; --quick: a smoke run
     python 06_split_softmax.py --soak 10000       so many launches on fresh data, each checked; no table
 
-The answer is the row `triton` of the table `wide`, beside 02's kernel for such rows, which reads them twice.
+The answer is the row `triton` of the table `wide`, beside 02's kernel for such rows.
 """
+import functools
 import math
 import os
 import random
 import sys
-import threading
 import time
 import types
 from functools import partial
@@ -28,22 +27,14 @@ import torch  # noqa: E402
 import common  # noqa: E402
 import offline  # noqa: E402
 import peers  # noqa: E402
-import triton  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from triton.experimental.gluon.language.nvidia.ampere import async_copy  # noqa: E402
 
 narrow = import_module("02_fused_softmax")
 common.INTERPRETED |= (asked or "").lower() in ("1", "y", "yes", "on", "true")  # then nothing is timed
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the names before Triton 3.8, 3.9
-buffer = gl.shared_memory_descriptor
-reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # before Triton 3.9
 LOG2E = gl.constexpr(1.4426950408889634)
-# TMA moves up to 256 elements at once, whatever their size: bytes go as elements of 8, from Triton 3.7 on of 4.
-WORD = torch.int64 if [*map(int, triton.__version__.split(".")[:2])] < [3, 7] else torch.int32
-WORDS = gl.constexpr(16 // WORD.itemsize)                 # a vector
-LAYOUT = gl.NVMMASharedLayout(0, 8 * WORD.itemsize, rank=2)  # a row's bytes as they come
 
 
 @gluon.jit
@@ -77,215 +68,170 @@ def shorten(parts, dtype: gl.constexpr):
 
 
 @gluon.jit
-def publish(word, top, total, tag):
-    """Thread 0 writes two words, a value and its tag each: no fence, which would wait for every output store."""
-    gl.inline_asm_elementwise("""{
-        .reg .pred p; .reg .b32 t; .reg .b64 a, b;
-        mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.b64 a, {$2, $4}; mov.b64 b, {$3, $4};
-        @p st.relaxed.gpu.global.v2.b64 [$1], {a, b}; mov.u32 $0, 0;
-    }""", "=r,l,r,r,r", [word.to(gl.int64), top, total, tag], gl.int32, is_pure=False, pack=1)
+def announce(x):
+    """Arrive at the cluster's barrier, once a value that a thread has of x, so once, and do not wait: `exchange` does,
+    until all of the cluster's programs run."""
+    return gl.inline_asm_elementwise("barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, $1;", "=r,r", [x], gl.int32,
+                                     is_pure=False, pack=1)
 
 
 @gluon.jit
-def peek(word):
-    """Load the words of a row's programs and do not wait for them."""
-    return gl.inline_asm_elementwise("""{
-        .reg .b64 a, b;
-        ld.relaxed.gpu.global.v2.b64 {a, b}, [$4]; mov.b64 {$0, $1}, a; mov.b64 {$2, $3}, b;
-    }""", "=r,=r,=r,=r,l", [word.to(gl.int64)], (gl.float32, gl.int32, gl.float32, gl.int32), is_pure=False, pack=1)
+def exchange(top, total, SPLIT: gl.constexpr):
+    """A row's maximum and sum, from those of its SPLIT programs, as each thread has its own program's.
 
-
-@gluon.jit
-def settle(word, peeked, tag):
-    """Maxima and sums: what peek saw where the tag is right, else loaded until it is. All programs are resident: it
-    comes; should it not in 10 s and 2^20 loads (a GPU that is shared may stand still), the launch ends in error."""
-    top, top_tag, total, total_tag = peeked
-    return gl.inline_asm_elementwise("""{
-        .reg .pred p; .reg .b32 u, v, n; .reg .b64 a, b, start, now;
-        mov.b32 $0, $3; mov.b32 u, $4; mov.b32 $1, $5; mov.b32 v, $6; mov.b32 n, 0; mov.u64 start, %globaltimer;
-    again:
-        setp.eq.u32 p, u, $7; setp.eq.and.u32 p, v, $7, p; @p bra done;
-        ld.relaxed.gpu.global.v2.b64 {a, b}, [$2]; mov.b64 {$0, u}, a; mov.b64 {$1, v}, b;
-        add.u32 n, n, 1; setp.lt.u32 p, n, 0x100000; @p bra again;
-        mov.u64 now, %globaltimer; sub.u64 now, now, start; setp.lt.u64 p, now, 10000000000; @p bra again;
-        trap;
-    done:
-    }""", "=&r,=&r,l,r,r,r,r,r", [word.to(gl.int64), top, top_tag, total, total_tag, tag], (gl.float32, gl.float32),
-        is_pure=False, pack=1)
-
-
-@gluon.jit
-def _load(source, ring, bars, t, rows, group, groups, first, CHUNKS: gl.constexpr):
-    """Start the load of this program's segment of its t-th row, where there is one. TMA writes zeros beyond a row."""
-    slot = t % bars.shape[0]
-    mbarrier.expect(bars.index(slot), CHUNKS * source.block_type.nbytes, pred=t < rows)
-    for c in gl.static_range(CHUNKS):
-        async_load(source, [group + t * groups, first + c * source.block_type.shape[1]], bars.index(slot),
-                   ring.index(slot * CHUNKS + c), pred=t < rows)
-
-
-@gluon.jit(do_not_specialize=["epoch", "n_rows", "n_vecs", "out_stride"])
-def split_kernel(out_ptr, source, words, epoch, n_rows, n_vecs, out_stride,
-                 DTYPE: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, RING: gl.constexpr,
-                 LAG: gl.constexpr, EVEN: gl.constexpr, HINT: gl.constexpr):
-    """Program SPLIT x g + s: segment s of the rows g, g + groups, ...; a vector is 16 bytes of a row.
-
-    A step reduces a row's segment, CHUNKS chunks in one of RING slots, writes that of LAG steps before, which waited
-    for its maxima and sums, and starts the load that takes its slot.
+    Thread i of a program writes them into the box of program i, at its own program's place. After the barrier they are
+    there, and no program ends while another may still write to it. Then every thread adds up its program's box.
     """
-    num_warps: gl.constexpr = gl.num_warps()
-    THREADS: gl.constexpr = 32 * num_warps
-    CHUNK: gl.constexpr = R * THREADS                     # vectors
-    PARTS: gl.constexpr = 32 // DTYPE.primitive_bitwidth  # elements a word
-    tile: gl.constexpr = gl.BlockedLayout([R, 1, 4], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
-    lane: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, tile))  # one value a thread
-    linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    r = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, tile)))[:, None, None]
-    vecs = r * THREADS + gl.arange(0, THREADS, lane)[None, :, None]  # of a chunk
-    offs = vecs * 4 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, tile)))[None, None, :]
-    ring = gl.allocate_shared_memory(source.dtype, [RING * CHUNKS, 1, source.block_type.shape[1]], source.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(RING):
-        mbarrier.init(bars.index(slot), count=1)
-    gl.static_assert(LAG < RING and LAG <= 3 and (SPLIT > 1 or LAG == 0))
+    return gl.inline_asm_elementwise(f"""{{
+        .shared .align 16 .b8 box[{8 * SPLIT}]; .reg .pred p; .reg .b32 t, rank, place, there, i;
+        .reg .f32 m, s, a, b, top, shift;
+        mov.u32 t, %tid.x; mov.u32 rank, %cluster_ctarank; mov.u32 place, box;
+        mad.lo.u32 there, rank, 8, place; setp.lt.u32 p, t, {SPLIT};
+        barrier.cluster.wait.acquire.aligned;
+        @p mapa.shared::cluster.u32 there, there, t;
+        @p st.shared::cluster.v2.f32 [there], {{$2, $3}};
+        barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
+        ld.shared.v2.f32 {{m, s}}, [place]; mov.b32 i, 1;
+    next:
+        mad.lo.u32 there, i, 8, place; ld.shared.v2.f32 {{a, b}}, [there];
+        max.f32 top, m, a; setp.eq.f32 p, top, 0fFF800000; selp.f32 shift, 0f00000000, top, p;  // -inf - -inf is NaN
+        sub.f32 m, m, shift; mul.f32 m, m, 0f3FB8AA3B; ex2.approx.ftz.f32 m, m; mul.f32 s, s, m;
+        sub.f32 a, a, shift; mul.f32 a, a, 0f3FB8AA3B; ex2.approx.ftz.f32 a, a; fma.rn.f32 s, b, a, s;
+        mov.f32 m, top; add.u32 i, i, 1; setp.lt.u32 p, i, {SPLIT}; @p bra next;
+        mov.f32 $0, m; mov.f32 $1, s;
+    }}""", "=f,=f,f,f", [top, total], (gl.float32, gl.float32), is_pure=False, pack=1)
 
-    segment, group, groups = gl.program_id(0) % SPLIT, gl.program_id(0) // SPLIT, gl.num_programs(0) // SPLIT
-    rows = (n_rows - group + groups - 1) // groups        # of this group
+
+@gluon.jit(do_not_specialize=["n_vecs", "in_stride", "out_stride"])
+def split_kernel(out_ptr, in_ptr, n_vecs, in_stride, out_stride, DTYPE: gl.constexpr, SPLIT: gl.constexpr,
+                 R: gl.constexpr, EVEN: gl.constexpr, tile: gl.constexpr, flat: gl.constexpr):
+    """Cluster r: row r, of n_vecs vectors of 16 bytes; its program s: segment s, R vectors a thread.
+
+    Shapes are the cluster's, and the first dimension of `tile` and `flat` goes over its programs: what is reduced over
+    the others stays within one.
+    """
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    PARTS: gl.constexpr = 32 // DTYPE.primitive_bitwidth  # elements a word
+    one: gl.constexpr = gl.SliceLayout(2, tile)           # one value a thread
     length = (n_vecs + 8 * SPLIT - 1) // (8 * SPLIT) * 8  # segments are alike, to a line of 8 vectors
-    first = segment * length
-    end = gl.minimum(first + length, n_vecs)
-    word = words + group * (8 * SPLIT * 2)                # of 8 rows: 2 x LAG + 2 or more are in use
-    theirs = word + gl.arange(0, SPLIT, gl.BlockedLayout([max(1, SPLIT // 32)], [32], [num_warps], [0])) * 2
-    for t in range(RING):
-        _load(source, ring, bars, t, rows, group, groups, first * WORDS, CHUNKS)
-    own_tops, own_totals = (gl.to_tensor(0.0),) * LAG, (gl.to_tensor(0.0),) * LAG  # of the rows that wait
-    for t in range(rows + LAG):                           # the last LAG steps reduce what is thrown away
-        tag, old = epoch + t, epoch + t - LAG
-        if SPLIT > 1:                                     # on their way while this row is reduced
-            peeked = peek(theirs + (old & 7) * (SPLIT * 2))
-        mbarrier.wait(bars.index(t % RING), (t // RING) & 1, pred=t < rows)
-        top = gl.full([THREADS], -float("inf"), gl.float32, lane)
-        total = gl.full([THREADS], 0.0, gl.float32, lane)
-        for c in gl.static_range(CHUNKS):
-            x = reinterpret(ring.index(t % RING * CHUNKS + c), gl.int32, [R, THREADS, 4], linear).load(tile)
-            for part in gl.static_range(PARTS):
-                y = widen(x, DTYPE)[part]
-                if not EVEN:
-                    y = gl.where(first + c * CHUNK + vecs < end, y, -float("inf"))
-                top = gl.maximum(top, gl.max(gl.max(y, 2), 0))
-        top = gl.max(top, 0)
-        shift = gl.where(top == -float("inf"), 0.0, top)  # -inf - -inf would be NaN
-        for c in gl.static_range(CHUNKS):
-            x = reinterpret(ring.index(t % RING * CHUNKS + c), gl.int32, [R, THREADS, 4], linear).load(tile)
-            for part in gl.static_range(PARTS):
-                y = exp2((widen(x, DTYPE)[part] - shift) * LOG2E)
-                if not EVEN:
-                    y = gl.where(first + c * CHUNK + vecs < end, y, 0.0)
-                total += gl.sum(gl.sum(y, 2), 0)
-        total = gl.sum(total, 0)
-        if SPLIT > 1 and t < rows:
-            publish(word + ((tag & 7) * SPLIT + segment) * 2, top, total, tag)
-        own_tops, own_totals = own_tops + (top,), own_totals + (total,)
-        if t >= LAG:
-            peak, scale = own_tops[0], own_totals[0]
-            if SPLIT > 1:
-                tops, totals = settle(theirs + (old & 7) * (SPLIT * 2), peeked, old)
-                peak = gl.max(tops, 0)
-                scale = gl.sum(totals * exp2((tops - gl.where(peak == -float("inf"), 0.0, peak)) * LOG2E), 0)
-            peak = gl.where(peak == -float("inf"), 0.0, peak)
-            scale = 1 / scale                             # a row of -inf is 0 x 1 / 0: NaN, as torch
-            out_row = out_ptr + ((group + (t - LAG) * groups).to(gl.int64) * out_stride + first) * 4
-            for c in gl.static_range(CHUNKS):
-                z = reinterpret(ring.index((t - LAG) % RING * CHUNKS + c), gl.int32, [R, THREADS, 4], linear).load(tile)
-                out = ()
-                for part in gl.static_range(PARTS):
-                    out += (exp2((widen(z, DTYPE)[part] - peak) * LOG2E) * scale,)
-                gl.store(out_row + c * (CHUNK * 4) + offs, shorten(out, DTYPE),
-                         mask=None if EVEN else first + c * CHUNK + vecs < end, cache_modifier=HINT)
-            _load(source, ring, bars, t - LAG + RING, rows, group, groups, first * WORDS, CHUNKS)  # all have read it
-        own_tops, own_totals = own_tops[1:], own_totals[1:]
+    lane = gl.arange(0, THREADS, gl.SliceLayout(0, one))[None, :, None]
+    program = gl.arange(0, SPLIT, gl.SliceLayout(1, one))  # one value a program, and so a thread
+    vecs = program[:, None, None] * length + lane
+    offs = vecs * 4 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, tile)))[None, None, :]
+    row = gl.program_id(0).to(gl.int64)
+    in_row, out_row = in_ptr + row * in_stride * 4 + offs, out_ptr + row * out_stride * 4 + offs
+    segment = gl.allocate_shared_memory(gl.int32, [R, SPLIT, THREADS, 4], flat)
+    if SPLIT > 1:
+        announce(program)
+    for r in gl.static_range(R):
+        keep = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
+        async_load(segment.index(r), in_row + r * (THREADS * 4), mask=None if EVEN else keep)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+    top = gl.full([SPLIT, THREADS], -float("inf"), gl.float32, one)
+    for r in range(R):                                    # no static_range: all of it at once would spill
+        x = segment.index(r).load(tile)
+        keep = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
+        for part in gl.static_range(PARTS):
+            y = widen(x, DTYPE)[part]
+            top = gl.maximum(top, gl.max(y if EVEN else gl.where(keep, y, -float("inf")), 2))
+    top = gl.max(top, 1)
+    shift = gl.where(top == -float("inf"), 0.0, top)[:, None][:, :, None]  # -inf - -inf would be NaN
+    total = gl.full([SPLIT, THREADS], 0.0, gl.float32, one)
+    for r in range(R):
+        x = segment.index(r).load(tile)
+        keep = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
+        for part in gl.static_range(PARTS):
+            y = exp2((widen(x, DTYPE)[part] - shift) * LOG2E)
+            total += gl.sum(y if EVEN else gl.where(keep, y, 0.0), 2)
+    total = gl.sum(total, 1)
+    if SPLIT > 1:
+        top, total = exchange(top, total, SPLIT)
+    shift = gl.where(top == -float("inf"), 0.0, top)[:, None][:, :, None]
+    scale = (1 / total)[:, None][:, :, None]              # a row of -inf is 0 x 1 / 0: NaN, as torch
+    for r in range(R):
+        x = segment.index(r).load(tile)
+        keep = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
+        out = ()
+        for part in gl.static_range(PARTS):
+            out += (exp2((widen(x, DTYPE)[part] - shift) * LOG2E) * scale,)
+        gl.store(out_row + r * (THREADS * 4), shorten(out, DTYPE), mask=None if EVEN else keep)
 
 
 # ---------------------------------------------------------------- launchers
 
 class Plan(NamedTuple):
-    split: int           # programs a row: a power of 2
-    chunk: int           # bytes of a chunk: a power of 2, 512 x num_warps or more
+    split: int       # programs a row, a cluster: a power of 2 up to 16
     num_warps: int
-    per_sm: int          # programs an SM
-    ring: int = 3        # segments in shared memory
-    lag: int = 1         # of which so many wait for their row's maxima and sums, where split > 1
-    hint: str = ""       # cache modifier of the stores
+    per_sm: int      # programs an SM, for which registers are spared
 
 
-# Up to so many columns, by bytes an element: a row of up to 64 KB is one program's, else segments are of up to 32 KB.
-# More loads under way, by a longer ring or more programs, were no faster on an H200. Up to LEAST columns 02's whole row
-# was, there.
-PICKS = {size: [(2**15 // size * split, Plan(split, 2**13, 8, 2)) for split in (4, 8, 16, 32, 64, 128, 256)]
-         for size in (2, 4)}
-PICKS[2].insert(0, (2**15, Plan(1, 2**14, 16, 1)))
-LEAST, WIDTHS = {2: 2**14, 4: 2**15}, {2: (2**15, 2**16, 2**17, 2**18), 4: (2**16, 2**17, 2**18)}
-H200 = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448,  # to compile without
-                             shared_memory_per_multiprocessor=233472)
-_words, _lock = {}, threading.Lock()                      # mailbox's
+# Up to so many columns 02's whole row is as fast, by bytes an element; the widths of the table.
+LEAST, WIDTHS = {2: 2**13, 4: 2**15}, {2: (2**14, 2**15, 2**16, 2**17, 2**18), 4: (2**16, 2**17, 2**18)}
+EDGES = 16400, 73728, 73744, 151552, 151568, 303104, 303120, 606208, 606224, 1212416  # bytes, an H200's: each Plan's
+# shortest row, but for the last one's, and its longest
+H200 = types.SimpleNamespace(major=9, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
 
 
-def geometry(plan, n_cols, dtype, gpu):
-    """(groups of programs, the kernel's constants, its options) for rows of n_cols elements, or None where the plan
-    does not hold such rows on this GPU (its torch.cuda.get_device_properties)."""
-    vecs, chunk_vecs, lag = common.cdiv(n_cols * dtype.itemsize, 16), plan.chunk // 16, plan.lag * (plan.split > 1)
-    chunks = common.cdiv(common.cdiv(vecs, 8 * plan.split) * 8, chunk_vecs)
-    shared = min(gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor // plan.per_sm - 1024)
-    ring = min(plan.ring, (shared - 512) // (plan.chunk * chunks))  # beside it: barriers, what reductions need
-    groups = plan.per_sm * gpu.multi_processor_count // plan.split
-    if ring <= lag or not groups or chunks > 8:           # each chunk is code of its own
-        return None
-    return groups, {"DTYPE": getattr(gl, str(dtype).removeprefix("torch.")), "SPLIT": plan.split,
-                    "R": chunk_vecs // (32 * plan.num_warps), "CHUNKS": chunks, "RING": ring, "LAG": lag,
-                    "EVEN": vecs == plan.split * chunks * chunk_vecs, "HINT": plan.hint}, {
-        "num_warps": plan.num_warps,
-        "maxnreg": min(255, 2**16 // (32 * plan.num_warps * plan.per_sm) // 8 * 8),  # so that per_sm fit
-        "launch_cooperative_grid": plan.split > 1}         # programs that wait: all are resident, or it is refused
+def choose(n_cols, dtype, gpu):
+    """The Plan for rows of n_cols elements on a GPU (its torch.cuda.get_device_properties), or None where no cluster
+    holds one: as few programs as have room three times on an SM, since the fewer, the less they wait for each other.
+    On an H200 4 warps were faster than 8 where they do wait, and more than 4 programs an SM no faster."""
+    room = min(gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor // 3 - 1024) - 1024
+    for split in (1, 2, 4, 8, 16)[:5 if gpu.major in (9, 10) else 4]:  # more than 8 is not for every GPU
+        plan = Plan(split, 8 if split == 1 else 4, 1)
+        if (size := 512 * plan.num_warps * vectors(plan, n_cols, dtype)) <= room:
+            return plan._replace(per_sm=min(4, gpu.shared_memory_per_multiprocessor // (size + 2048)))
+    return None
+
+
+def vectors(plan, n_cols, dtype):
+    """Vectors of 16 bytes that a thread holds."""
+    length = common.cdiv(common.cdiv(n_cols * dtype.itemsize, 16), 8 * plan.split) * 8
+    return common.cdiv(length, 32 * plan.num_warps)
+
+
+@functools.cache
+def constants(plan, n_cols, dtype):
+    """split_kernel's constants and options, which take longer to make than a launch does."""
+    r, programs = vectors(plan, n_cols, dtype), [[1 << bit, 0, 0] for bit in range(plan.split.bit_length() - 1)]
+    return {"DTYPE": getattr(gl, str(dtype).removeprefix("torch.")), "SPLIT": plan.split, "R": r,
+            "EVEN": n_cols * dtype.itemsize == plan.split * r * 512 * plan.num_warps,
+            "tile": gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, plan.num_warps, 1], [2, 1, 0], programs),
+            "flat": gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0], programs),
+            "num_warps": plan.num_warps, "num_ctas": plan.split,
+            "maxnreg": min(255, 2**16 // (32 * plan.num_warps * plan.per_sm) // 8 * 8)}
 
 
 def pick(x, out):
-    """The first of PICKS that holds rows of x; None where there is none, out is not like x, a row of either begins or
-    ends at no multiple of 16 bytes, or the GPU has no TMA."""
+    """The Plan for rows of x; None where 02's kernels are for them: rows up to LEAST, or of no Plan, an out that is not
+    like x, a row of either that begins or ends at no multiple of 16 bytes, a GPU without clusters."""
     size, gpu, n_cols = x.element_size(), torch.cuda.get_device_properties(x.device), x.shape[1]
-    if (gpu.major < 9 or (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device) or not all(
-            t.stride(1) == 1 and n_cols <= t.stride(0) < 2**37 and not any(n % 16 for n in (
+    if (gpu.major < 9 or n_cols <= LEAST[size] or (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device)
+            or not all(t.stride(1) == 1 and n_cols <= t.stride(0) < 2**37 and not any(n % 16 for n in (
                 t.data_ptr(), *(size * n for n in (t.storage_offset(), n_cols, t.stride(0))))) for t in (x, out))):
         return None
-    plans = (plan for limit, plan in PICKS[size] if LEAST[size] < n_cols <= limit)
-    return next((plan for plan in plans if geometry(plan, n_cols, x.dtype, gpu)), None)
+    return choose(n_cols, x.dtype, gpu)
 
 
-def mailbox(device, rows):
-    """(words, first tag) for a launch that uses so many tags: one set of words a device and stream, since launches
-    that may overlap must not share; a captured graph gets, and clears, its own. Enough for 8 programs an SM."""
-    stream, sms = torch.cuda.current_stream(device), torch.cuda.get_device_properties(device).multi_processor_count
-    new = partial(torch.zeros, 8 * 16 * sms, dtype=torch.int64, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return new(), 1
-    with _lock:
-        words, tag = _words.get((device, stream.cuda_stream), (None, 2**30))
-        if tag + rows > 2**30:
-            words, tag = new(), 1
-        _words[device, stream.cuda_stream] = words, tag + rows
-    return words, tag
+def given(x, out):
+    """split_kernel's arguments: words, and in vectors a row's length and those between rows' beginnings."""
+    return out.view(torch.int32), x.view(torch.int32), *(n * x.element_size() // 16 for n in (
+        x.shape[1], x.stride(0), out.stride(0)))
 
 
 def launch(plan, x, out):
-    """Launch one Plan on tensors that `pick` accepts; returns the compiled kernel."""
-    (n_rows, n_cols), size = x.shape, x.element_size()
+    """Launch a Plan on tensors that `pick` accepts; returns the compiled kernel."""
     with torch.cuda.device_of(x):
-        groups, constants, options = geometry(plan, n_cols, x.dtype, torch.cuda.get_device_properties(x.device))
-        groups = common.cdiv(n_rows, common.cdiv(n_rows, groups))  # as many rows each, or one less
-        words, tag = mailbox(x.device, common.cdiv(n_rows, groups)) if plan.split > 1 else (out, 0)
-        source = TensorDescriptor.from_tensor(x.view(WORD), [1, plan.chunk // WORD.itemsize], LAYOUT)
-        sizes = n_rows, n_cols * size // 16, out.stride(0) * size // 16
-        return split_kernel[(groups * plan.split,)](out.view(torch.int32), source, words, tag, *sizes, **constants,
-                                                    **options)
+        return split_kernel[(x.shape[0],)](*given(x, out), **constants(plan, x.shape[1], x.dtype))
+
+
+def form(n_cols, dtype, gpu=H200):
+    """(kernel, keywords) of launch() for rows of n_cols (dtype is its name), with no GPU."""
+    x = torch.empty(1, n_cols, dtype=common.DTYPES[dtype])
+    return split_kernel, dict(zip(split_kernel.arg_names, given(x, x))) | constants(
+        choose(n_cols, x.dtype, gpu), n_cols, x.dtype)
 
 
 def split_softmax(x, out=None):
@@ -310,40 +256,30 @@ def verify(x, out=None):  # an output of NaN
 
 
 def check(report, dtypes, widths):
-    """Against float64: every pick, ragged widths, few rows and many, hard rows, views, overlap, graphs."""
+    """Against float64: every Plan, full and ragged, few rows and many, hard rows, views, overlap, graphs."""
     print(f"[{report.name}] check", file=sys.stderr, flush=True)
     inputs = []
     for dtype in (common.DTYPES[name] for name in dtypes):
         vec = 16 // dtype.itemsize
-        for limit, plan in PICKS[dtype.itemsize]:
-            many = 1 + 2 * plan.per_sm * report.gpu["sms"] // plan.split
-            inputs += [narrow.sample(n_rows, n_cols, dtype) for n_rows in (1, many)
-                       for n_cols in (limit, limit - 8 * vec, limit * 3 // 4 + vec)]
-            inputs.append(narrow.hard_rows(limit - vec, dtype))
+        for n_cols in sorted({
+                *(row // dtype.itemsize for row in EDGES), *widths[dtype.itemsize], 151_936}):
+            inputs += [narrow.sample(3, n_cols, dtype), narrow.hard_rows(n_cols - 3 * vec, dtype)]
         base = narrow.sample(9, 2**16 + 64, dtype)
-        inputs += [base[::2], base[:, 16:-16], base[:1].expand(9, -1), base[:, 1:], base[:, ::2], base[:0],
-                   *(narrow.sample(3, n_cols, dtype) for n_cols in (*widths[dtype.itemsize], 2**15 + 1, 151_936,
-                                                                     2**20 + vec))]
+        inputs += [narrow.sample(1001, 2**16, dtype), base[::2], base[:, 16:-16], base[:1].expand(9, -1), base[:, 1:],
+                   base[:, ::2], base[:0], *(narrow.sample(3, n_cols, dtype) for n_cols in (2**15 + 1, 2**21 + vec))]
     common.side_by_side(partial(verify, x) for x in inputs)
     frame = torch.full_like(base, float("nan"))
     verify(base[:, 16:-16], out=frame[:, 16:-16])
     assert frame[:, :16].isnan().all() and frame[:, -16:].isnan().all(), "split_softmax wrote outside its rows"
     narrow.close(split_softmax(copy := base.clone(), out=copy), base)
-    pairs = [(x, torch.empty_like(x)) for x in (narrow.sample(70, 2**17, dtype) for _ in range(2))]
-    streams = [torch.cuda.Stream() for _ in pairs]
-    torch.cuda.synchronize()
-    for stream, pair in 50 * list(zip(streams, pairs)):
-        with torch.cuda.stream(stream):
-            split_softmax(*pair)
+    x, out = narrow.sample(70, 2**17, dtype), torch.empty(70, 2**17, dtype=dtype, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        for pair in pairs:
-            split_softmax(*pair)
-    for replay in range(4):                                # first what the streams wrote, then fresh data
-        for x, out in pairs:
-            narrow.close(out, x)
-            verify(x.copy_(torch.randn_like(x)))
+        split_softmax(x, out)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
         graph.replay()
+        narrow.close(out, x)
 
 
 def soak(launches, dtypes, seed):
@@ -357,15 +293,6 @@ def soak(launches, dtypes, seed):
         torch.testing.assert_close(split_softmax(x, torch.full_like(x, float("nan"))).float(), x.float().softmax(-1),
                                    atol=1e-7, rtol=torch.finfo(dtype).eps + 3e-5)
     print(f"{launches:,} launches, each right; {time.monotonic() - start:.0f} s")
-
-
-def form(plan, dtype, n_cols, gpu=H200):
-    """(kernel, keywords) of launch() for rows of n_cols (dtype is its name), with no GPU."""
-    x = torch.empty(1, n_cols, dtype=common.DTYPES[dtype])
-    _, constants, options = geometry(plan, n_cols, x.dtype, gpu)
-    source = TensorDescriptor.from_tensor(x.view(WORD), [1, plan.chunk // WORD.itemsize], LAYOUT)
-    arguments = x.view(torch.int32), source, torch.empty(1, dtype=torch.int64), 1, 1, 1, 1
-    return split_kernel, dict(zip(split_kernel.arg_names, arguments)) | constants | options
 
 
 # ---------------------------------------------------------------- the table
@@ -400,10 +327,11 @@ def main():
     checked = dtypes if args.dtype or args.quick else list(common.DTYPES)
     if gpu is None:
         return parser.error("--soak needs a GPU") if args.soak else offline.compile_all([
-            form(plan, dtype, n_cols) for dtype in checked for limit, plan in PICKS[common.DTYPES[dtype].itemsize][
-                :4 if args.quick else None] for n_cols in (limit, limit - 8)])  # full rows and ragged ones
+            form(n_cols, dtype) for dtype in checked for size in [common.DTYPES[dtype].itemsize]
+            for n_cols in (
+                WIDTHS[size][:2] if args.quick else (*WIDTHS[size], *(row // size for row in EDGES)))])
     if float(gpu["cc"]) < 9:
-        return print(f"This step needs TMA, so compute capability 9.0 or newer; {gpu['name']} has {gpu['cc']}.")
+        return print(f"This step needs clusters, so compute capability 9.0 or newer; {gpu['name']} has {gpu['cc']}.")
     if args.soak:
         return soak(args.soak, checked, args.seed)
     widths = {size: [args.n_cols] if args.n_cols else WIDTHS[size][::3 if args.quick else 1] for size in WIDTHS}

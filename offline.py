@@ -46,7 +46,7 @@ def compile_all(cases):
     common.progress()
     for (kernel, keywords), own in zip(cases, found):
         assert not own["spills"] and own["shared_bytes"] <= 227 * 1024, (kernel, keywords, own)
-    print(f"The interpreter runs neither Gluon nor programs that wait for each other. Compiled for sm_90 instead: "
+    print(f"No interpreter runs these kernels. Compiled for sm_90 instead: "
           f"{len(cases)} kernels, no spills, up to {max(own['regs'] for own in found)} registers.")
 
 

@@ -91,12 +91,12 @@ def step(name):
 
 
 def splits():
-    """Every Pick of 06 at its widest row and at one that leaves segments ragged."""
+    """Every Plan of 06 at its shortest row, which is ragged, and at its longest."""
     split = step("06_split_softmax")
     for dtype in common.DTYPES.values() if split else ():
-        for limit, plan in split.PICKS[dtype.itemsize]:
-            for n_cols in (limit, limit - 10 * 16 // dtype.itemsize):
-                yield partial(split.launch, plan, given(3, n_cols, dtype=dtype), empty(3, n_cols, dtype=dtype))
+        for n_cols in (row // dtype.itemsize for row in split.EDGES):
+            plan = split.choose(n_cols, dtype, split.H200)
+            yield partial(split.launch, plan, given(3, n_cols, dtype=dtype), empty(3, n_cols, dtype=dtype))
 
 
 def persistents():

@@ -1017,11 +1017,13 @@ def planted(script, right, wrong):
     *([("07_persistent_matmul", "tl.atomic_xchg(counts_ptr + tl.program_id(0), 0)", "pass"),
        ("specialized", "* WGS * WG_M + WG * WG_M", "* WGS * WG_M"), ("specialized", "col + i * STORE_N", "col"),
        ("specialized", "first = unit // tiles *", "first = 0 *")] if WGMMA else []),
-    *([("06_split_softmax", "gl.where(first + c * CHUNK + vecs < end, x,", "gl.where(first + vecs < end, x,"),
-       ("06_split_softmax", "gl.sum(totals * exp2((tops - shift) * LOG2E), 0)", "gl.sum(totals, 0)"),
-       ("06_split_softmax", "exp2((owns[0] - shift) * LOG2E) / ", "1 / "),
-       ("06_split_softmax", "first = segment * length", "first = 0 * length"),
-       ("06_split_softmax", "(old & 7) * (SPLIT * 2), peeked, old)", "(old & 7) * (SPLIT * 2), peeked, tag)"),
+    *([("06_split_softmax", "gl.where(keep, y, 0.0)", "y"),
+       ("06_split_softmax", 'gl.where(keep, y, -float("inf"))', "y"),
+       ("06_split_softmax", "fma.rn.f32 s, b, a, s;", "add.f32 s, b, s;"),
+       ("06_split_softmax", "max.f32 top, m, a;", "mov.f32 top, m;"),
+       ("06_split_softmax", "mad.lo.u32 there, rank, 8, place;", "mov.u32 there, place;"),
+       ("06_split_softmax", "[:, None, None] * length + lane", "[:, None, None] * 0 + lane"),
+       ("06_split_softmax", "* LOG2E) * scale,)", "* LOG2E),)"),
        ] if TMA else [])]])  # nothing but a GPU runs Gluon
 def test_a_wrong_kernel_ends_the_script(process, outcome):
     """Every mistake planted in a kernel is found by its script's own check, before anything is timed."""
@@ -2257,7 +2259,6 @@ with pytest.MonkeyPatch.context() as patched:  # turned the interpreter off, whi
     patched.setenv("TRITON_INTERPRET", str(int(common.INTERPRETED)))
     split = importlib.import_module("06_split_softmax")
 DTYPE_OF = {2: torch.float16, 4: torch.float32}
-PLANS = [(size, limit, plan) for size, picks in split.PICKS.items() for limit, plan in picks]
 
 
 def check_split(x):
@@ -2283,30 +2284,17 @@ def test_split_softmax(n_cols, dtype):
 
 
 @needs_tma
-@pytest.mark.parametrize("n_rows", [131, 132, 133, 263, 264, 265, 1057])
-def test_split_softmax_many_rows(n_rows):
-    """Beside the number of programs, and of rows that a mailbox holds."""
-    for n_cols in (8192, 20_000, 40_000):
-        check_split(fused.sample(n_rows, n_cols, torch.float16))
-
-
-@needs_tma
-@pytest.mark.parametrize("size, limit, plan", [
-    *PLANS, *((4, 2**14, split.Plan(8, 2**13, 8, 2, ring, lag)) for ring, lag in ((2, 1), (3, 0), (3, 2), (4, 3))),
-    (2, 2**16, split.Plan(8, 2**14, 8, 2, 7, 0)), (4, 2**17, split.Plan(32, 2**13, 16, 2, 3, 1, ".cs")),
-    (2, 2**15, split.Plan(2, 2**14, 8, 1, 1, 0)), (4, 2**15, split.Plan(1, 2**15, 16, 1, 1))], ids=str)
-def test_every_plan_at_any_width(size, limit, plan):
-    """Where most segments are short or empty, too; from 1 row to more than a group of programs has slots for."""
-    gpu, dtype = torch.cuda.get_device_properties(0), torch.float16 if size == 2 else torch.float32
-    vec, ran = 16 // size, 0
-    for n_cols in (vec, 8 * vec, 1000, limit // 2 + vec, limit - 8 * vec, limit - vec, limit):
-        if geometry := split.geometry(plan, n_cols, dtype, gpu):
-            for n_rows in (1, geometry[0], 9 * geometry[0] + 1):
-                x = fused.sample(n_rows, n_cols, dtype)
-                split.launch(plan, x, out := poisoned(x))
-                fused.close(out, x)
-                ran += 1
-    assert ran or geometry is None
+@pytest.mark.parametrize("split_in", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("num_warps", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_every_cluster_at_any_width(split_in, num_warps, dtype):
+    """Where most segments are short or empty, too, and with many more rows than are under way at once."""
+    vec, plan = 16 // dtype.itemsize, split.Plan(split_in, num_warps, 2)
+    for n_cols in (vec, 8 * vec, 1000, 8192 + vec, 32_768, 40_000):
+        for n_rows in (1, 700):
+            x = fused.sample(n_rows, n_cols, dtype)
+            split.launch(plan, x, out := poisoned(x))
+            fused.close(out, x)
 
 
 @needs_tma
@@ -2358,7 +2346,6 @@ def test_split_softmax_offsets_past_2_31(stride):
 
 @needs_tma
 def test_split_softmax_in_streams_and_graphs():
-    """Launches that overlap share no mailbox: the current stream's is its own, a graph's is its own."""
     pairs = [(x, poisoned(x)) for x in (randn(70, 2**17) for _ in range(3))]
     streams = [torch.cuda.Stream() for _ in pairs]
     split.split_softmax(*pairs[0])                           # compiles
@@ -2416,117 +2403,99 @@ def test_split_softmax_is_right_without_gradients():
 
 # ---- 06 where nothing can run: its arithmetic, and what is compiled
 
-FEW_SMS = types.SimpleNamespace(**vars(split.H200) | {"multi_processor_count": 10})
-SMALL_SMS = types.SimpleNamespace(multi_processor_count=188, shared_memory_per_block_optin=101_376,  # cc 12.0
+SMALL_SMS = types.SimpleNamespace(major=12, shared_memory_per_block_optin=101_376,
                                   shared_memory_per_multiprocessor=102_400)
+GPUS = pytest.mark.parametrize("gpu", [split.H200, SMALL_SMS], ids=["H200", "100 KB an SM"])
 
 
-@pytest.mark.parametrize("gpu", [split.H200, FEW_SMS, SMALL_SMS], ids=["H200", "10 SMs", "100 KB an SM"])
-@pytest.mark.parametrize("size, limit, plan", PLANS, ids=str)
-def test_every_column_belongs_to_one_program(size, limit, plan, gpu):
-    """What split_kernel stores, by its arithmetic, at every width that its plan takes."""
-    vec, largest = 16 // size, limit * size // 16
-    for n_vecs in sorted({*range(1, 40), *range(41, largest, 61), *range(max(1, largest - 40), largest + 1)}):
-        if not (geometry := split.geometry(plan, n_vecs * vec, DTYPE_OF[size], gpu)):
-            assert gpu is not split.H200
+@GPUS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_every_vector_belongs_to_one_thread(dtype, gpu):
+    """What split_kernel loads and stores, by its arithmetic, at any width that has a Plan; and what an SM holds."""
+    vec, splits = 16 // dtype.itemsize, {}
+    for n_vecs in sorted({*range(1, 80), *range(80, 2**17, 997), *(row // 16 for row in split.EDGES)}):
+        plan = split.choose(n_vecs * vec, dtype, gpu)
+        if plan is None:
             continue
-        groups, kernel, options = geometry
-        held = kernel["CHUNKS"] * kernel["R"] * 32 * options["num_warps"]  # vectors that a program has room for
+        constants = split.constants(plan, n_vecs * vec, dtype)
+        splits[plan.split], r, threads = plan, constants["R"], 32 * plan.num_warps
         length = (n_vecs + 8 * plan.split - 1) // (8 * plan.split) * 8
-        first = torch.arange(plan.split) * length
-        end = (first + length).clamp(max=n_vecs)
-        if kernel["EVEN"]:                                   # nothing is masked
-            end = first + held
-        assert length <= held and 0 <= kernel["LAG"] < kernel["RING"]
-        assert groups * plan.split <= plan.per_sm * gpu.multi_processor_count, "all are resident"
-        assert (end - first).clamp(min=0).sum() == n_vecs and end.max() == n_vecs
-        owned = end > first
-        assert owned[0] and (first[1:] == end[:-1])[owned[1:]].all(), "a gap, or an overlap"
-        assert (owned[1:] <= owned[:-1]).all()
+        own = (torch.arange(r)[:, None] * threads + torch.arange(threads)).flatten()
+        at = torch.arange(plan.split)[:, None] * length + own
+        kept = at[(own < length) & (at < n_vecs)] if not constants["EVEN"] else at
+        assert torch.equal(kept.flatten().sort().values, torch.arange(n_vecs)), (plan, n_vecs)
+        shared = r * threads * 16 + 1024                     # reductions and the box: less than 1 KB
+        assert shared <= gpu.shared_memory_per_block_optin
+        assert plan.per_sm * (shared + 1024) <= gpu.shared_memory_per_multiprocessor
+        assert 3 <= plan.per_sm <= 4 and constants["maxnreg"] * threads * plan.per_sm <= 2**16
+    assert [*splits] == [1, 2, 4, 8, 16][:5 if gpu is split.H200 else 4]
 
 
-def picked(monkeypatch, gpu, major, shape, dtype, strides=None):
+@pytest.mark.parametrize("dtype", list(common.DTYPES.values()), ids=str)
+def test_the_edges_are_those_of_the_plans(dtype):
+    """An H200's: the shortest row and the longest of each number of programs, so that the check runs all of them."""
+    shortest, longest = {}, {}
+    for row in range(16, 2**21, 16):
+        if plan := split.choose(row // dtype.itemsize, dtype, split.H200):
+            shortest.setdefault(plan.split, row)
+            longest[plan.split] = row
+    assert {*longest.values(), *shortest.values()} == {16, *split.EDGES[1:]}
+    assert split.EDGES[0] // 2 == split.LEAST[2] + 8
+
+
+def picked(monkeypatch, gpu, shape, dtype, strides=None):
     """pick() on a GPU that is not there, of tensors that take no memory."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(major=major, **vars(gpu)))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     x = torch.empty_strided(shape, strides or (shape[1], 1), dtype=dtype, device="meta")
     return split.pick(x, torch.empty(shape, dtype=dtype, device="meta"))
 
 
 @pytest.mark.parametrize("dtype", list(common.DTYPES.values()), ids=str)
-def test_every_wide_row_has_a_plan(dtype, monkeypatch):
+def test_what_06_takes_and_what_it_leaves_to_02(dtype, monkeypatch):
     size = dtype.itemsize
-    vec, last = 16 // size, split.PICKS[size][-1][0]
-    widths = {*range(split.LEAST[size] + vec, 70_000, 41 * vec), *range(70_000 // vec * vec, last + 1, 1001 * vec)}
-    for limit in (split.LEAST[size], *(limit for limit, _ in split.PICKS[size])):
-        widths |= {limit + vec * step for step in range(-9, 10)}
-    for n_cols in sorted(widths):
-        for gpu, major in ((split.H200, 9), (SMALL_SMS, 12)):
-            plan = picked(monkeypatch, gpu, major, (3, n_cols), dtype)
-            inside = split.LEAST[size] < n_cols <= (last if gpu is split.H200 else 3 * 8192 // size * 256)
-            assert (plan is not None) == inside, n_cols
-            assert not inside or split.geometry(plan, n_cols, dtype, gpu)
-            if inside and gpu is split.H200:                 # the first whose limit is not below
-                assert plan == next(plan for limit, plan in split.PICKS[size] if n_cols <= limit)
-        assert picked(monkeypatch, split.H200, 8, (3, n_cols), dtype) is None, "no TMA"
+    vec, last = 16 // size, split.EDGES[-1] // size
+    ampere = types.SimpleNamespace(**vars(split.H200) | {"major": 8})
+    for n_cols in (vec, 4096, split.LEAST[size], split.LEAST[size] + vec, 65_536, 151_936, last, last + vec):
+        inside = split.LEAST[size] < n_cols <= last
+        assert (picked(monkeypatch, split.H200, (3, n_cols), dtype) is not None) == inside, n_cols
+        assert picked(monkeypatch, ampere, (3, n_cols), dtype) is None, "no clusters"
     n_cols = 2**16
     for strides in ((n_cols + 1, 1), (2 * n_cols, 2), (0, 1), (1, 3), (2**37, 1)):
-        assert picked(monkeypatch, split.H200, 9, (3, n_cols), dtype, strides) is None
-    assert picked(monkeypatch, split.H200, 9, (3, n_cols), dtype, (n_cols + vec, 1))
-    assert picked(monkeypatch, split.H200, 9, (3, n_cols + 1), dtype) is None
-    assert picked(monkeypatch, FEW_SMS, 9, (3, 2**19), dtype) is None, "32 programs of a row would not be resident"
-
-
-def test_a_mailbox_is_one_stream_s_and_its_tags_are_new(monkeypatch):
-    """A tag that a row before had would be taken for an answer."""
-    state = types.SimpleNamespace(cuda_stream=1, capturing=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: state)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: split.H200)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(split, "_words", {})
-    device = torch.device("cpu")
-    words, tag = split.mailbox(device, 5)
-    assert tag == 1 and not words.any() and split.mailbox(device, 3) == (words, 6)
-    assert len(words) >= 2 * 8 * split.H200.multi_processor_count * max(plan.per_sm for *_, plan in PLANS)
-    state.cuda_stream = 2
-    others, tag = split.mailbox(device, 1)
-    assert tag == 1 and others.data_ptr() != words.data_ptr()
-    state.capturing = True
-    graph_s, tag = split.mailbox(device, 1)
-    assert tag == 1 and graph_s.data_ptr() not in (words.data_ptr(), others.data_ptr())
-    state.capturing, state.cuda_stream = False, 1
-    assert split.mailbox(device, 2**30 - 9)[1] == 9          # up to the last tag, and then
-    fresh, tag = split.mailbox(device, 1)
-    assert tag == 1 and fresh.data_ptr() != words.data_ptr()
+        assert picked(monkeypatch, split.H200, (3, n_cols), dtype, strides) is None
+    assert picked(monkeypatch, split.H200, (3, n_cols), dtype, (n_cols + vec, 1))
+    assert picked(monkeypatch, split.H200, (3, n_cols + 1), dtype) is None
 
 
 COMPILES = """
-import concurrent.futures, importlib, json, os, common, offline
+import concurrent.futures, importlib, json, os, re, common, offline
 split = importlib.import_module("06_split_softmax")
 def facts(case):
-    dtype, plan, n_cols = case
-    kernel = offline.compiled(*split.form(plan, dtype, n_cols))
-    cubin = kernel.asm["cubin"]
-    return [str(case), plan.per_sm, kernel.metadata.num_warps, kernel.metadata.shared,
-            kernel.metadata.launch_cooperative_grid == (plan.split > 1) == ("BPT.TRAP 0x1" in common.sass(cubin)),
-            *common.resources(cubin).values()]
-cases = [(dtype, plan, n_cols) for dtype in common.DTYPES for limit, plan in split.PICKS[common.DTYPES[dtype].itemsize]
-         for n_cols in (limit, limit - 8)]
+    dtype, n_cols = case
+    plan = split.choose(n_cols, common.DTYPES[dtype], split.H200)
+    kernel = offline.compiled(*split.form(n_cols, dtype))
+    cubin, ptx = kernel.asm["cubin"], kernel.asm["ptx"]
+    return [case, plan, kernel.metadata.num_ctas, kernel.metadata.shared, common.resources(cubin),
+            re.findall("barrier.cluster.[a-z]+", ptx), re.findall(r"cp.async.c[ag].shared.global .*, (0x\\w+), ", ptx)]
+cases = [(dtype, n_cols) for dtype in common.DTYPES for size in [common.DTYPES[dtype].itemsize]
+         for n_cols in (*split.WIDTHS[size], *(row // size for row in split.EDGES))]
 with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
     print(json.dumps(list(pool.map(facts, cases))))
 """
 
 
-def test_every_plan_compiles_and_is_resident():
-    """For cc 9.0, rows full and ragged: no spills, and room on an SM for all programs that wait for each other; only
-    those are launched together or not at all, and give up after a while."""
+def test_every_plan_compiles_and_fits_as_often_as_it_says():
+    """For cc 9.0, rows full and ragged: no spills, 16-byte copies, no cluster barrier but the kernel's."""
     done = program(COMPILES, env={"TRITON_INTERPRET": "0"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 2 * sum(len(split.PICKS[dtype.itemsize]) for dtype in common.DTYPES.values())
-    for case, per_sm, num_warps, shared, waits, regs, spills in found:
-        assert spills == 0 and waits, case
-        assert shared <= 227 * 1024 and per_sm * (shared + 1024) <= 228 * 1024, (case, shared)
-        assert per_sm * num_warps * 32 * triton.cdiv(regs, 8) * 8 <= 2**16, (case, regs)
+    assert len(found) > 40
+    for case, (splits, num_warps, per_sm), ctas, shared, used, barriers, copies in found:
+        assert used["spills"] == 0 and ctas == splits, case
+        assert per_sm * (shared + 8 * splits + 1024) <= 228 * 1024, (case, shared)
+        assert per_sm * num_warps * 32 * triton.cdiv(used["regs"], 8) * 8 <= 2**16, (case, used)
+        pair = ["barrier.cluster.arrive", "barrier.cluster.wait"]
+        assert barriers in ([pair * 2, pair * 3] if splits > 1 else [[]]), (case, barriers)  # Triton 3.9 adds the last
+        assert copies and {*copies} == {"0x10"}, (case, copies)
 
 
 @without_gpu
