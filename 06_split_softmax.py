@@ -169,8 +169,8 @@ class Plan(NamedTuple):
 
 # Up to so many columns 02's whole row is as fast, by bytes an element; the widths of the table.
 LEAST, WIDTHS = {2: 2**13, 4: 2**15}, {2: (2**14, 2**15, 2**16, 2**17, 2**18), 4: (2**16, 2**17, 2**18)}
-EDGES = 16400, 73728, 73744, 151552, 151568, 303104, 303120, 606208, 606224, 1212416  # bytes, an H200's: each Plan's
-# shortest row, but for the last one's, and its longest
+# Bytes, an H200's: the shortest and the longest row of 1, 2, 4, 8 and 16 programs; at first: the shortest above LEAST.
+EDGES = 16400, 73728, 73744, 151552, 151568, 303104, 303120, 606208, 606224, 1212416
 H200 = types.SimpleNamespace(major=9, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
 
 
@@ -206,7 +206,8 @@ def constants(plan, n_cols, dtype):
 
 def pick(x, out):
     """The Plan for rows of x; None where 02's kernels are for them: rows up to LEAST, or of no Plan, an out that is not
-    like x, a row of either that begins or ends at no multiple of 16 bytes, a GPU without clusters."""
+    like x, rows of either that are not apart, or not of adjacent elements, or begin or end at no multiple of 16 bytes,
+    a GPU without clusters."""
     size, gpu, n_cols = x.element_size(), torch.cuda.get_device_properties(x.device), x.shape[1]
     if (gpu.major < 9 or n_cols <= LEAST[size] or (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device)
             or not all(t.stride(1) == 1 and n_cols <= t.stride(0) < 2**37 and not any(n % 16 for n in (
@@ -256,16 +257,16 @@ def verify(x, out=None):  # an output of NaN
 
 
 def check(report, dtypes, widths):
-    """Against float64: every Plan, full and ragged, few rows and many, hard rows, views, overlap, graphs."""
+    """Against float64: every Plan, full and ragged, few rows and many, hard rows, views, in place, a graph."""
     print(f"[{report.name}] check", file=sys.stderr, flush=True)
     inputs = []
     for dtype in (common.DTYPES[name] for name in dtypes):
         vec = 16 // dtype.itemsize
-        for n_cols in sorted({
-                *(row // dtype.itemsize for row in EDGES), *widths[dtype.itemsize], 151_936}):
+        for n_cols in (row // dtype.itemsize for row in EDGES):
             inputs += [narrow.sample(3, n_cols, dtype), narrow.hard_rows(n_cols - 3 * vec, dtype)]
+        inputs += [narrow.sample(2, n_cols, dtype) for n_cols in (*widths[dtype.itemsize], 151_936)]
         base = narrow.sample(9, 2**16 + 64, dtype)
-        inputs += [narrow.sample(1001, 2**16, dtype), base[::2], base[:, 16:-16], base[:1].expand(9, -1), base[:, 1:],
+        inputs += [narrow.sample(401, 2**16, dtype), base[::2], base[:, 16:-16], base[:1].expand(9, -1), base[:, 1:],
                    base[:, ::2], base[:0], *(narrow.sample(3, n_cols, dtype) for n_cols in (2**15 + 1, 2**21 + vec))]
     common.side_by_side(partial(verify, x) for x in inputs)
     frame = torch.full_like(base, float("nan"))
@@ -273,6 +274,7 @@ def check(report, dtypes, widths):
     assert frame[:, :16].isnan().all() and frame[:, -16:].isnan().all(), "split_softmax wrote outside its rows"
     narrow.close(split_softmax(copy := base.clone(), out=copy), base)
     x, out = narrow.sample(70, 2**17, dtype), torch.empty(70, 2**17, dtype=dtype, device="cuda")
+    split_softmax(x, out)                                  # compiles, where nothing before it has
     torch.cuda.synchronize()
     with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
         split_softmax(x, out)
@@ -286,9 +288,9 @@ def soak(launches, dtypes, seed):
     """As many launches as asked, on fresh data of ragged widths and any number of rows, each against torch."""
     draw, start = random.Random(seed), time.monotonic()
     for dtype in (common.DTYPES[draw.choice(dtypes)] for _ in range(launches)):
-        n_cols = draw.choice((*WIDTHS[2], 32_000, 50_000, 151_936))
+        n_cols = draw.choice((*WIDTHS[dtype.itemsize], 50_000, 151_936))
         if draw.random() < 0.01:                           # each of these may compile a kernel
-            n_cols = draw.randrange(LEAST[2], 2**18, 8)
+            n_cols = draw.randrange(LEAST[dtype.itemsize] + 8, 2**18, 8)
         x = draw.randint(1, 4) * torch.randn(draw.randint(1, 100), n_cols, device="cuda").to(dtype)
         torch.testing.assert_close(split_softmax(x, torch.full_like(x, float("nan"))).float(), x.float().softmax(-1),
                                    atol=1e-7, rtol=torch.finfo(dtype).eps + 3e-5)
@@ -318,7 +320,8 @@ def time_wide(report, dtypes, widths):
 
 def main():
     parser = common.parser(__doc__)
-    parser.add_argument("--n-cols", type=common.whole(1), metavar="N", help="one width (default: 32,768 to 262,144)")
+    parser.add_argument("--n-cols", type=common.whole(1), metavar="N",
+                        help="one width (default: 16,384 to 262,144; fp32: from 65,536)")
     parser.add_argument("--dtype", choices=common.DTYPES, help="one dtype (default: bf16 and fp32)")
     parser.add_argument("--soak", type=common.whole(1), metavar="N", help="check N launches on fresh data, no table")
     report = common.start(parser, narrowing=("n_cols", "dtype", "soak"))
@@ -328,15 +331,14 @@ def main():
     if gpu is None:
         return parser.error("--soak needs a GPU") if args.soak else offline.compile_all([
             form(n_cols, dtype) for dtype in checked for size in [common.DTYPES[dtype].itemsize]
-            for n_cols in (
-                WIDTHS[size][:2] if args.quick else (*WIDTHS[size], *(row // size for row in EDGES)))])
+            for n_cols in (WIDTHS[size][:2] if args.quick else (*WIDTHS[size], *(row // size for row in EDGES)))])
     if float(gpu["cc"]) < 9:
         return print(f"This step needs clusters, so compute capability 9.0 or newer; {gpu['name']} has {gpu['cc']}.")
     if args.soak:
         return soak(args.soak, checked, args.seed)
     widths = {size: [args.n_cols] if args.n_cols else WIDTHS[size][::3 if args.quick else 1] for size in WIDTHS}
     for n_cols in {*widths[2], *widths[4]}:                # input, output, two of peers; or references in float64
-        report.need(max(4 * 4 * math.prod(narrow.matrix(gpu, 4, n_cols)), 2 * n_cols * 64),
+        report.need(max(4 * 4 * math.prod(narrow.matrix(gpu, 4, n_cols)), 2**32 + 2 * n_cols * 64 * len(checked)),
                     f"a softmax of rows of {n_cols:,} (input, outputs, check)")
     shapes = [(name, narrow.matrix(gpu, size, n_cols)) for name in dtypes for size in [common.DTYPES[name].itemsize]
               for n_cols in widths[size]]

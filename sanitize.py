@@ -91,7 +91,7 @@ def step(name):
 
 
 def splits():
-    """Every Plan of 06 at its shortest row, which is ragged, and at its longest."""
+    """Clusters of 06 of every size, at their shortest row, which is ragged, and at their longest."""
     split = step("06_split_softmax")
     for dtype in common.DTYPES.values() if split else ():
         for n_cols in (row // dtype.itemsize for row in split.EDGES):

@@ -985,6 +985,16 @@ def test_what_does_not_fit_is_refused_with_its_bytes(process, outcome):
     assert refused(done) and re.search(r"needs [0-9,]{12,} bytes .* [0-9,]+ bytes are free", done.stderr), done.stderr
 
 
+@needs_gpu
+@processes([(script, f"--quick {flag}") for script, flag in (
+    ("01_vector_add", "--n 1"), ("02_fused_softmax", "--n-cols 1"), ("03_matmul", "--n 1"),
+    *([("06_split_softmax", "--n-cols 1"), ("06_split_softmax", "--n-cols 24")] if TMA else []),
+    *([("07_persistent_matmul", "--n 1"), ("08_fp32_matmul", "--n 1")] if WGMMA else []))])
+def test_the_least_sizes_are_measured_too(process, outcome):
+    done = outcome(process)
+    assert done.returncode == 0 and ("triton" in done.stdout.partition("###")[2]), done.stderr
+
+
 def planted(script, right, wrong):
     """The script's smoke run with a mistake in its kernel."""
     with tempfile.TemporaryDirectory() as folder:
