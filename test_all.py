@@ -914,7 +914,11 @@ def run(*command, cwd=ROOT, timeout=570):
 
 @pytest.fixture(scope="session")
 def outcome(request):
-    """The process that a test's parameter `process` starts, ended; those of all selected tests run side by side."""
+    """The process that a test's parameter `process` starts, ended; those of all selected tests run side by side, but
+    under pytest-xdist, whose workers all know all tests, each when its test is reached."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        yield lambda process: process()
+        return
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         started = {}
         for item in request.session.items:
