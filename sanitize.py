@@ -231,6 +231,8 @@ def examine(tool, args):
             if name == fault:
                 value = "caught" if caught else f"not caught: {value}"
             rows.append({"tool": tool, "case": name, "count": launches, "value": value})
+            if value not in ("clean", "caught"):             # at once: the other tools may take minutes
+                print(f"[sanitize] {tool}, {name}: {value}", file=sys.stderr, flush=True)
         well &= caught if names == [fault] else total == 0 and status == 0 and all(
             row["value"] == "clean" for row in rows[1:])
         print(f"[sanitize] {tool}, {fault if names == [fault] else 'every kernel'}: {total:,} errors, status {status}",
