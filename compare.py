@@ -431,7 +431,7 @@ def plots(names):
 
 def main():
     p = common.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("runs", nargs="*", metavar="OLD NEW", help="two results folders, or two files")
+    p.add_argument("runs", nargs="*", type=common.path, metavar="OLD NEW", help="two results folders, or two files")
     p.add_argument("--fail-slower", type=percent, metavar="PCT", help="status 1 where a row is slower by more")
     p.add_argument("--plots", action="store_true", help="draw results folders (default: all of results/) as SVGs")
     args = p.parse_args()

@@ -1172,7 +1172,7 @@ def test_a_file_that_is_no_result_gets_one_line(content, folder, tmp_path, capsy
 def test_what_cannot_be_compared_gets_one_line(tmp_path, capsys):
     a, b = saved(tmp_path / "a", [timed(1.0)]), saved(tmp_path / "b", [timed(1.0)], "01_vector_add")
     file = a / "03_matmul.json"
-    for given in ((a, b), (file, b / "01_vector_add.json"), (a, file), (a,), (), (a, a, a), ("--plots", file),
+    for given in ((a, b), (file, b / "01_vector_add.json"), (a, file), (a,), (), (a, a, a), ("--plots", file), ("", ""), (a, ""),
                   *((a, a, "--fail-slower", wrong) for wrong in ("x", "-1", "nan"))):
         status, out, error = compared(capsys, *given)
         assert (status, out, error.count("\n")) == (2, "", 1), given
@@ -2060,6 +2060,7 @@ BLOCKED = str(ROOT / "README.md" / "x")
     ("python 01_vector_add.py --quick | true", {}, 141, None),
     ("python 05_inspect_ir.py --quick --kernel add_kernel | head -n 1", {}, 141, None),
     ("python 05_inspect_ir.py --stage ptx | true", {}, 141, None),
+    ("python versions.py --help | true", {}, 141, None),
     ("python 05_inspect_ir.py --quick --kernel add_kernel > /dev/full", {}, 2, "standard output: No space left"),
     ("python 05_inspect_ir.py --stage ptx > /dev/full", {}, 2, "standard output: No space left"),
     ("python 02_fused_softmax.py --quick > /dev/full", {}, 2, "standard output: No space left"),

@@ -97,6 +97,8 @@ if __name__ == "__main__":
             print(end="", flush=True)                # also where standard output is closed
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        if isinstance(error, BrokenPipeError):       # | head
+            raise SystemExit(141) from None
         fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except KeyboardInterrupt:
         sys.stderr.write("versions.py: interrupted\n")
