@@ -1172,8 +1172,8 @@ def test_a_file_that_is_no_result_gets_one_line(content, folder, tmp_path, capsy
 def test_what_cannot_be_compared_gets_one_line(tmp_path, capsys):
     a, b = saved(tmp_path / "a", [timed(1.0)]), saved(tmp_path / "b", [timed(1.0)], "01_vector_add")
     file = a / "03_matmul.json"
-    for given in ((a, b), (file, b / "01_vector_add.json"), (a, file), (a,), (), (a, a, a), ("--plots", file), ("", ""), (a, ""),
-                  *((a, a, "--fail-slower", wrong) for wrong in ("x", "-1", "nan"))):
+    for given in ((a, b), (file, b / "01_vector_add.json"), (a, file), (a,), (), (a, a, a), ("--plots", file),
+                  ("", ""), (a, ""), *((a, a, "--fail-slower", wrong) for wrong in ("x", "-1", "nan"))):
         status, out, error = compared(capsys, *given)
         assert (status, out, error.count("\n")) == (2, "", 1), given
 
