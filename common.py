@@ -227,8 +227,9 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=
     small = [name for name in providers if result[name]["ms"] < graph_below_ms]
     graphs = {name: [] for name in small}
     for _ in range(rounds):
-        for name in small:  # do_bench_cudagraph replays a graph of `rep` ms ten times; to record it takes the host far
-            # longer where a launch outlasts its kernel, and the median of ten is no steadier for it
+        # do_bench_cudagraph replays a graph of `rep` ms ten times. Before that the host launches all of it, which takes
+        # several times as long where a launch outlasts its kernel: so short ones.
+        for name in small:
             tell(list(providers).index(name), "CUDA graph")
             graphs[name].append(triton.testing.do_bench_cudagraph(
                 providers[name], rep=min(5, rep / rounds / 10), return_mode="median"))

@@ -46,8 +46,8 @@ def compile_all(cases):
     common.progress()
     for (kernel, keywords), own in zip(cases, found):
         assert not own["spills"] and own["shared_bytes"] <= 227 * 1024, (kernel, keywords, own)
-    print(f"No interpreter runs these kernels. Compiled for sm_90 instead: "
-          f"{len(cases)} kernels, no spills, up to {max(own['regs'] for own in found)} registers.")
+    print(f"No interpreter runs these kernels. Compiled for sm_90 instead: {len(cases)} kernels, no spills, up to "
+          f"{max(own['regs'] for own in found)} registers.")
 
 
 def compile_apart(script):
