@@ -237,7 +237,7 @@ def hard_rows(n_cols, dtype):
     inf, largest = float("inf"), torch.finfo(dtype).max
     x = torch.randn(10, n_cols, device=common.device()).to(dtype)
     x[0] += 1e4                          # exp overflows without the maximum's shift
-    x[1] = -10                           # a padded lane must not win the maximum
+    x[1] = -1e4                          # a padded lane must not win the maximum
     x[2], x[2, -1] = -largest, largest   # their difference overflows
     x[3] = largest
     x[4, :-1] = -inf                     # chunks of -inf alone before and after finite ones

@@ -34,6 +34,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy  # noqa:
 narrow = import_module("02_fused_softmax")
 common.INTERPRETED |= (asked or "").lower() in ("1", "y", "yes", "on", "true")  # then nothing is timed
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # before Triton 3.9
+buffer = gl.shared_memory_descriptor
+reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -65,6 +67,16 @@ def shorten(parts, dtype: gl.constexpr):
         name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
         return gl.inline_asm_elementwise(f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f", [parts[0], parts[1]], gl.int32,
                                          is_pure=True, pack=1)
+
+
+@gluon.jit
+def larger(x, y, dtype: gl.constexpr):
+    """Words of the larger elements of two words each; NaN, which the sum has too, may be lost."""
+    if dtype == gl.float32:
+        return gl.maximum(x.to(gl.float32, bitcast=True), y.to(gl.float32, bitcast=True)).to(gl.int32, bitcast=True)
+    else:
+        name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+        return gl.inline_asm_elementwise(f"max.{name} $0, $1, $2;", "=r,r,r", [x, y], gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -104,7 +116,7 @@ def exchange(top, total, SPLIT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["n_vecs", "in_stride", "out_stride"])
 def split_kernel(out_ptr, in_ptr, n_vecs, in_stride, out_stride, DTYPE: gl.constexpr, SPLIT: gl.constexpr,
-                 R: gl.constexpr, EVEN: gl.constexpr, tile: gl.constexpr, flat: gl.constexpr):
+                 R: gl.constexpr, CHUNK: gl.constexpr, EVEN: gl.constexpr, tile: gl.constexpr, flat: gl.constexpr):
     """Cluster r: row r, of n_vecs vectors of 16 bytes; its program s: segment s, R vectors a thread.
 
     Shapes are the cluster's, and the first dimension of `tile` and `flat` goes over its programs: what is reduced over
@@ -112,40 +124,46 @@ def split_kernel(out_ptr, in_ptr, n_vecs, in_stride, out_stride, DTYPE: gl.const
     """
     THREADS: gl.constexpr = 32 * gl.num_warps()
     PARTS: gl.constexpr = 32 // DTYPE.primitive_bitwidth  # elements a word
+    LEAST_WORD: gl.constexpr = -0x800000 if PARTS == 1 else -0x7F0080 if DTYPE == gl.bfloat16 else -0x3FF0400  # -inf
     one: gl.constexpr = gl.SliceLayout(2, tile)           # one value a thread
     length = (n_vecs + 8 * SPLIT - 1) // (8 * SPLIT) * 8  # segments are alike, to a line of 8 vectors
-    lane = gl.arange(0, THREADS, gl.SliceLayout(0, one))[None, :, None]
     program = gl.arange(0, SPLIT, gl.SliceLayout(1, one))  # one value a program, and so a thread
-    vecs = program[:, None, None] * length + lane
-    offs = vecs * 4 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, tile)))[None, None, :]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, tile)))[None, None, :]
     row = gl.program_id(0).to(gl.int64)
-    in_row, out_row = in_ptr + row * in_stride * 4 + offs, out_ptr + row * out_stride * 4 + offs
-    segment = gl.allocate_shared_memory(gl.int32, [R, SPLIT, THREADS, 4], flat)
+    segment = gl.allocate_shared_memory(gl.int32, [R // CHUNK, SPLIT, CHUNK * THREADS, 4], flat)
     if SPLIT > 1:
         announce(program)
-    for r in gl.static_range(R):
-        keep = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
-        async_load(segment.index(r), in_row + r * (THREADS * 4), mask=None if EVEN else keep)
+    lane = gl.arange(0, CHUNK * THREADS, gl.SliceLayout(0, one))[None, :, None]
+    vecs = program[:, None, None] * length + lane
+    for r in gl.static_range(0, R, CHUNK):
+        read = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
+        async_load(segment.index(r // CHUNK), in_ptr + row * in_stride * 4 + (vecs * 4 + word) + r * (THREADS * 4),
+                   mask=None if EVEN else read)
     async_copy.commit_group()
     async_copy.wait_group(0)
+    segment = reinterpret(segment, gl.int32, [R, SPLIT, THREADS, 4], flat)
+    lane = gl.arange(0, THREADS, gl.SliceLayout(0, one))[None, :, None]
+    vecs = program[:, None, None] * length + lane
+    out_row = out_ptr + row * out_stride * 4 + (vecs * 4 + word)
 
-    top = gl.full([SPLIT, THREADS], -float("inf"), gl.float32, one)
+    tops = gl.full([SPLIT, THREADS, 4], LEAST_WORD, gl.int32, tile)
     for r in range(R):                                    # no static_range: all of it at once would spill
         x = segment.index(r).load(tile)
         keep = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
-        for part in gl.static_range(PARTS):
-            y = widen(x, DTYPE)[part]
-            top = gl.maximum(top, gl.max(y if EVEN else gl.where(keep, y, -float("inf")), 2))
-    top = gl.max(top, 1)
+        tops = larger(tops, x if EVEN else gl.where(keep, x, LEAST_WORD), DTYPE)
+    top = widen(tops, DTYPE)[0]
+    for part in gl.static_range(1, PARTS):
+        top = gl.maximum(top, widen(tops, DTYPE)[part])
+    top = gl.max(gl.max(top, 2), 1)
     shift = gl.where(top == -float("inf"), 0.0, top)[:, None][:, :, None]  # -inf - -inf would be NaN
-    total = gl.full([SPLIT, THREADS], 0.0, gl.float32, one)
+    total = gl.full([SPLIT, THREADS, 4], 0.0, gl.float32, tile)
     for r in range(R):
         x = segment.index(r).load(tile)
         keep = (lane + r * THREADS < length) & (vecs + r * THREADS < n_vecs)
         for part in gl.static_range(PARTS):
             y = exp2((widen(x, DTYPE)[part] - shift) * LOG2E)
-            total += gl.sum(y if EVEN else gl.where(keep, y, 0.0), 2)
-    total = gl.sum(total, 1)
+            total += y if EVEN else gl.where(keep, y, 0.0)
+    total = gl.sum(gl.sum(total, 2), 1)
     if SPLIT > 1:
         top, total = exchange(top, total, SPLIT)
     shift = gl.where(top == -float("inf"), 0.0, top)[:, None][:, :, None]
@@ -167,11 +185,13 @@ class Plan(NamedTuple):
     per_sm: int      # programs an SM, for which registers are spared
 
 
+CHUNK = 4            # vectors of a thread that are copied at once: Triton 3.6 puts a barrier between two copies
+
 # Rows up to LEAST columns, by bytes an element, are 02's: its whole row keeps up to 4,096 of 2 bytes and 32,768 of 4,
 # and falls behind at 16,384 of 2 (an H200). WIDTHS: the table's.
 LEAST, WIDTHS = {2: 2**13, 4: 2**15}, {2: (2**14, 2**15, 2**16, 2**17, 2**18), 4: (2**16, 2**17, 2**18)}
 # Bytes, an H200's: the shortest and the longest row of 1, 2, 4, 8 and 16 programs; at first: the shortest above LEAST.
-EDGES = 16400, 73728, 73744, 151552, 151568, 303104, 303120, 606208, 606224, 1212416
+EDGES = 16400, 65536, 65552, 147456, 147472, 294912, 294928, 589824, 589840, 1179648
 H200 = types.SimpleNamespace(major=9, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
 
 
@@ -191,14 +211,14 @@ def choose(n_cols, dtype, gpu):
 def vectors(plan, n_cols, dtype):
     """Vectors of 16 bytes that a thread holds."""
     length = common.cdiv(common.cdiv(n_cols * dtype.itemsize, 16), 8 * plan.split) * 8
-    return common.cdiv(length, 32 * plan.num_warps)
+    return common.cdiv(length, 32 * plan.num_warps * CHUNK) * CHUNK
 
 
 @functools.cache
 def constants(plan, n_cols, dtype):
     """split_kernel's constants and options, which take longer to make than a launch does."""
     r, programs = vectors(plan, n_cols, dtype), [[1 << bit, 0, 0] for bit in range(plan.split.bit_length() - 1)]
-    return {"DTYPE": getattr(gl, str(dtype).removeprefix("torch.")), "SPLIT": plan.split, "R": r,
+    return {"DTYPE": getattr(gl, str(dtype).removeprefix("torch.")), "SPLIT": plan.split, "R": r, "CHUNK": CHUNK,
             "EVEN": n_cols * dtype.itemsize == plan.split * r * 512 * plan.num_warps,
             "tile": gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, plan.num_warps, 1], [2, 1, 0], programs),
             "flat": gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0], programs),

@@ -168,10 +168,11 @@ def counters(size, device):
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
-def launches(config, a, b, out, b_t=False, parts=1, sms=132, fresh=False):
+def launches(config, a, b, out, b_t=False, parts=1, sms=132, fresh=False, batch=1):
     """What a product needs: [(kernel, grid, keywords)]. b_t: b.t() is what TMA can copy. parts: a and b.t() are so many
     matrices of M and N rows below each other, whose sums are multiplied. sms: programs that stay. fresh: "ws" adds up
-    in FP32 what tensor cores sum over BLOCK_K, not over K."""
+    in FP32 what tensor cores sum over BLOCK_K, not over K. batch: above 1, "ws" rounds FP32 A to TF32, so many k
+    tiles at once."""
     (m, n), k, (kind, bm, bn, bk, stages, split, group, warps) = out.shape, a.shape[1], config
     units = common.cdiv(m, bm) * common.cdiv(n, bn)
     sizes = {"M": m, "N": n, "K": k, "SPLIT_K": split}
@@ -187,7 +188,7 @@ def launches(config, a, b, out, b_t=False, parts=1, sms=132, fresh=False):
                              device=out.device)[:, :n]
     if ws:
         wgs = 1 if bm == 64 else 2
-        own = {"WGS": wgs, "STAGES": stages, "PARTS": parts, "FRESH": fresh, "num_warps": 4}
+        own = {"WGS": wgs, "STAGES": stages, "PARTS": parts, "FRESH": fresh, "BATCH": batch, "num_warps": 4}
         a_block, c_block = [bm // wgs, bk], [bm // wgs, min(bn, 128 // target.element_size())]
     else:
         own = {"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_K": bk, "HALVES": bn >= 128, "num_warps": warps,

@@ -2,7 +2,8 @@
 
 03 hands FP32 to `tl.dot`, which splits every tile anew in each program that reads it. Here one pass (`pack_kernel`)
 rounds or splits each matrix once and lays B out as wgmma wants FP32, with K contiguous; then 07's warp-specialized
-kernel multiplies the parts. "ieee" is `fma_kernel`: the same ring of TMA tiles, and no tensor core. Run it:
+kernel multiplies the parts ("tf32" rounds A there, in registers). "ieee" is `fma_kernel`: the same ring of TMA tiles,
+and no tensor core. Run it:
 
     python 08_fp32_matmul.py              the table, at 4,096
     python 08_fp32_matmul.py --n 8192     another size; any n, in elements a side
@@ -102,7 +103,7 @@ class Mode(NamedTuple):
     dtype: torch.dtype  # of a part
     config: Config
     fresh: bool = False    # tensor cores, which truncate every partial sum, sum one k tile; FP32 additions the tiles
-    a_packed: bool = True  # else tensor cores cut the bits off that TF32 lacks, where 0 stands in a row's place
+    batch: int = 1         # above 1 the product rounds A, which TMA takes as it is: so many k tiles at once
 
 
 class Fma(NamedTuple):
@@ -122,7 +123,7 @@ class Fma(NamedTuple):
 
 
 # "tf32x3" and "bf16x3" need 3 products of parts, "bf16x6" 6; as many stages as fit in 227 KB
-MODES = {"tf32": Mode(1, 13, torch.float32, Config("ws", 128, 256, 32, 4)),
+MODES = {"tf32": Mode(1, 13, torch.float32, Config("ws", 128, 256, 32, 4), batch=2),
          "tf32x3": Mode(2, 13, torch.float32, Config("ws", 128, 128, 32, 3), True),
          "bf16x3": Mode(2, 16, torch.bfloat16, Config("ws", 128, 128, 64, 3), True),
          "bf16x6": Mode(3, 16, torch.bfloat16, Config("ws", 128, 128, 64, 2), True), "ieee": Fma()}
@@ -146,9 +147,10 @@ def launches(mode, a, b, out, sms=132):
             "a_desc": persistent.descriptor(a, [bm, bk], True), "b_desc": persistent.descriptor(b, [bk, bn], True),
             "c_ptr": out, "stride_c": out.stride(0), "M": m, "N": n, "K": k, "BLOCK_M": bm, "BLOCK_N": bn,
             "GROUP_M": group, "STAGES": stages, "TM": tm, "TN": tn, "LM": lm, "WM": wm, "num_warps": 8})]
-    a, packing = pack(a, mode) if mode.a_packed or not persistent.tma_takes(a) else (a, [])
+    a, packing = pack(a, mode) if mode.batch == 1 or not persistent.tma_takes(a) else (a, [])
     b, more = pack(b.t(), mode)
-    return packing + more + persistent.launches(mode.config, a, b.t(), out, True, mode.parts, sms, mode.fresh)
+    return packing + more + persistent.launches(mode.config, a, b.t(), out, True, mode.parts, sms, mode.fresh,
+                                                1 if packing else mode.batch)
 
 
 def fp32_matmul(a, b, precision="tf32", out=None, mode=None):
@@ -225,7 +227,7 @@ def check(report, precisions):
     if report.gpu:
         checks += [partial(verify, precision, *shape) for precision in precisions
                    for shape in ((1, 4, 16), (300, 520, 1111), (129, 1000, 200))]
-        checks.append(partial(verify, "tf32", 300, 520, 1111, MODES["tf32"]._replace(a_packed=False)))
+        checks.append(partial(verify, "tf32", 300, 520, 1111, MODES["tf32"]._replace(batch=1)))
         a, b = (torch.randn(256, 256, device="cuda") for _ in range(2))
         checks += [partial(product.verify, a, b, precision, config, pad=16) for precision in precisions
                    for config in product.fitting(None, {"a_ptr": a})]
@@ -269,14 +271,14 @@ def fp32_precision(report, n, precisions):
         for precision in precisions:
             mode = MODES[precision]
             if ours and not isinstance(mode, Fma):
-                packing = [launch for x in (a, b.t()) for launch in pack(x, mode)[1]]
+                packing = [launch for launch in launches(mode, a, b, out) if launch[0] is pack_kernel]
                 providers[f"pack {precision}"] = partial(persistent.run, packing)
                 extra[f"pack {precision}"] = {
                     "provider": "triton/pack", "precision": precision, "flops": None, "baseline": "none",
-                    "bytes": 2 * n * n * (4 + mode.parts * mode.dtype.itemsize)}
+                    "bytes": len(packing) * n * n * (4 + mode.parts * mode.dtype.itemsize)}
         table.time(product.case(n, "fp32"), providers, extra, flops=2 * n**3)
-        table.note("triton/pack: the pass over A and B alone, which the rows above it contain; it has no ratio. "
-                   "\"ieee\" packs nothing.")
+        table.note("triton/pack: the pass over A and B alone, for \"tf32\" over B, which the rows above it contain; it "
+                   "has no ratio. \"ieee\" packs nothing.")
         table.note("ratio: \"tf32\" over cuBLAS's TF32, all others over cuBLAS's FP32 (\"ieee\"). pct_peak is of the "
                    "unit that does the work, for 2MNK useful FLOPs: TF32 for \"tf32\" and \"tf32x3\", BF16 for "
                    "\"bf16x3\" and \"bf16x6\", which multiply 3, 3 and 6 times, FP32 for \"ieee\".")

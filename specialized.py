@@ -37,15 +37,15 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS: gl.constexpr, GROUP_M: gl.constexpr,
-             SPLIT_K: gl.constexpr, B_T: gl.constexpr):
-    """One warp that keeps the ring of stages full, tile after tile."""
+             SPLIT_K: gl.constexpr, B_T: gl.constexpr, BATCH: gl.constexpr = 1):
+    """One warp that keeps the ring of stages full, tile after tile, each of a multiple of BATCH."""
     STAGES: gl.constexpr = ready.shape[0]
     PARTS: gl.constexpr = b_bufs.shape[0] // STAGES
     WG_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0 if B_T else 1]
     tiles = gl.cdiv(M, WGS * WG_M) * gl.cdiv(N, BLOCK_N)
-    k_tiles = gl.cdiv(gl.cdiv(K, BLOCK_K), SPLIT_K)
+    k_tiles = gl.cdiv(gl.cdiv(gl.cdiv(K, BLOCK_K), SPLIT_K), BATCH) * BATCH  # beyond K TMA fills in zeros
     stage, phase = 0, 0
     for unit in range(gl.program_id(0), tiles * SPLIT_K, gl.num_programs(0)):
         row, col = _tile(unit % tiles, M, N, WGS * WG_M, BLOCK_N, GROUP_M)
@@ -64,8 +64,18 @@ def _produce(a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS: gl.cons
 
 
 @gluon.jit
+def _rounded(x):
+    """FP32 such that tensor cores, which leave out 13 bits of it, round it to TF32, ties away from zero. What would
+    become infinite is cut off."""
+    bits = x.to(gl.int32, bitcast=True)
+    bits += gl.where((bits & 0x7FFFFFFF) < 0x7F7FF000, 0x1000, 0)
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS: gl.constexpr,
-             GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, B_T: gl.constexpr, FRESH: gl.constexpr):
+             GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, B_T: gl.constexpr, FRESH: gl.constexpr,
+             BATCH: gl.constexpr):
     """One warpgroup: its rows of every tile. While one stores its rows, the other has the tensor cores."""
     STAGES: gl.constexpr = ready.shape[0]
     PARTS: gl.constexpr = b_bufs.shape[0] // STAGES  # above 1 the operands are sums, which 08 makes of FP32
@@ -77,7 +87,7 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1],
                                                      [16, BLOCK_N, 256 // b_bufs.dtype.primitive_bitwidth])
     tiles = gl.cdiv(M, WGS * WG_M) * gl.cdiv(N, BLOCK_N)
-    k_tiles = gl.cdiv(gl.cdiv(K, BLOCK_K), SPLIT_K)
+    k_tiles = gl.cdiv(gl.cdiv(gl.cdiv(K, BLOCK_K), SPLIT_K), BATCH) * BATCH
     stage, phase = 0, 0
     for unit in range(gl.program_id(0), tiles * SPLIT_K, gl.num_programs(0)):
         row, col = _tile(unit % tiles, M, N, WGS * WG_M, BLOCK_N, GROUP_M)
@@ -85,7 +95,24 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
         acc = gl.zeros((WG_M, BLOCK_N), gl.float32, layout)
         total = acc
         last = 0
-        for k in range(k_tiles):
+        if BATCH > 1:  # A through registers
+            for k in range(0, k_tiles, BATCH):
+                parts, at, turn = (), stage, phase
+                for _ in gl.static_range(BATCH):  # two at once: half as often do both warpgroups wait
+                    mbarrier.wait(ready.index(at), turn)
+                    parts += (_rounded(a_bufs.index(at * WGS + WG).load(gl.DotOperandLayout(0, layout, 1))), )
+                    at, turn = _next(at, turn, STAGES)
+                at, turn = stage, phase
+                for i in gl.static_range(BATCH):
+                    b = b_bufs.index(at)
+                    acc = warpgroup_mma(parts[i], b.permute((1, 0)) if B_T else b, acc, use_acc=(k > 0) | (i > 0),
+                                        is_async=True)
+                    at, turn = _next(at, turn, STAGES)
+                acc = warpgroup_mma_wait(0, deps=(acc, ))  # were it later, ptxas would wait for each instruction
+                for _ in gl.static_range(BATCH):
+                    mbarrier.arrive(empty.index(stage))
+                    stage, phase = _next(stage, phase, STAGES)
+        for k in range(k_tiles if BATCH == 1 else 0):
             mbarrier.wait(ready.index(stage), phase)
             for s in gl.static_range(PARTS - 1, -1, -1):  # small products first; the smallest are left out
                 for i in gl.static_range(s + 1):
@@ -103,6 +130,8 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
             stage, phase = _next(stage, phase, STAGES)
         if FRESH:
             chunks = (total, )
+        elif BATCH > 1:
+            chunks = (acc, )
         else:
             acc = warpgroup_mma_wait(0, deps=(acc, ))
             mbarrier.arrive(empty.index(last))
@@ -138,9 +167,10 @@ def _barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit(do_not_specialize=SIZES)
 def specialized_kernel(a_desc, b_desc, c_desc, M, N, K, WGS: gl.constexpr, GROUP_M: gl.constexpr,
                        SPLIT_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, B_T: gl.constexpr,
-                       FRESH: gl.constexpr):
+                       FRESH: gl.constexpr, BATCH: gl.constexpr):
     """persistent_kernel with a warp that loads and WGS warpgroups that multiply, coupled by two barriers a stage:
-    `ready` when TMA has filled it, `empty` when each warpgroup has read it."""
+    `ready` when TMA has filled it, `empty` when each warpgroup has read it. BATCH: above 1, FP32 A is rounded to TF32
+    in registers, so many stages at once."""
     ready, empty = _barriers(STAGES, 1), _barriers(STAGES, WGS)
     fence_async_shared()
     a_bufs, b_bufs = _ring(a_desc, STAGES * PARTS * WGS), _ring(b_desc, STAGES * PARTS)
@@ -148,14 +178,14 @@ def specialized_kernel(a_desc, b_desc, c_desc, M, N, K, WGS: gl.constexpr, GROUP
     if WGS == 1:
         gl.warp_specialize([
             (_consume, (0, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T,
-                        FRESH)),
-            (_produce, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T)),
+                        FRESH, BATCH)),
+            (_produce, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T, BATCH)),
         ], [1], [24])
     else:  # no third: ptxas would have 128 registers a thread for it
         gl.warp_specialize([
             (_consume, (0, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T,
-                        FRESH)),
+                        FRESH, BATCH)),
             (_consume, (1, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T,
-                        FRESH)),
-            (_produce, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T)),
+                        FRESH, BATCH)),
+            (_produce, (a_desc, b_desc, a_bufs, b_bufs, ready, empty, M, N, K, WGS, GROUP_M, SPLIT_K, B_T, BATCH)),
         ], [4, 1], [240, 24])
