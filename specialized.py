@@ -97,21 +97,19 @@ def _consume(WG: gl.constexpr, c_desc, c_bufs, a_bufs, b_bufs, ready, empty, M, 
         last = 0
         if BATCH > 1:  # A through registers
             for k in range(0, k_tiles, BATCH):
-                parts, at, turn = (), stage, phase
-                for _ in gl.static_range(BATCH):  # two at once: half as often do both warpgroups wait
-                    mbarrier.wait(ready.index(at), turn)
-                    parts += (_rounded(a_bufs.index(at * WGS + WG).load(gl.DotOperandLayout(0, layout, 1))), )
-                    at, turn = _next(at, turn, STAGES)
-                at, turn = stage, phase
                 for i in gl.static_range(BATCH):
-                    b = b_bufs.index(at)
-                    acc = warpgroup_mma(parts[i], b.permute((1, 0)) if B_T else b, acc, use_acc=(k > 0) | (i > 0),
+                    mbarrier.wait(ready.index(stage), phase)
+                    a = _rounded(a_bufs.index(stage * WGS + WG).load(gl.DotOperandLayout(0, layout, 1)))
+                    b = b_bufs.index(stage)
+                    acc = warpgroup_mma(a, b.permute((1, 0)) if B_T else b, acc, use_acc=(k > 0) | (i > 0),
                                         is_async=True)
-                    at, turn = _next(at, turn, STAGES)
-                acc = warpgroup_mma_wait(0, deps=(acc, ))  # were it later, ptxas would wait for each instruction
-                for _ in gl.static_range(BATCH):
-                    mbarrier.arrive(empty.index(stage))
+                    if i > 0:
+                        acc = warpgroup_mma_wait(1, deps=(acc, ))
+                        mbarrier.arrive(empty.index(last))
+                    last = stage
                     stage, phase = _next(stage, phase, STAGES)
+                acc = warpgroup_mma_wait(0, deps=(acc, ))  # were it later, ptxas would wait for each instruction
+                mbarrier.arrive(empty.index(last))
         for k in range(k_tiles if BATCH == 1 else 0):
             mbarrier.wait(ready.index(stage), phase)
             for s in gl.static_range(PARTS - 1, -1, -1):  # small products first; the smallest are left out
