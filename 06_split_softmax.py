@@ -190,8 +190,8 @@ CHUNK = 4            # vectors of a thread that are copied at once: Triton 3.6 p
 # Rows up to LEAST columns, by bytes an element, are 02's: its whole row keeps up to 4,096 of 2 bytes and 32,768 of 4,
 # and falls behind at 16,384 of 2 (an H200). WIDTHS: the table's.
 LEAST, WIDTHS = {2: 2**13, 4: 2**15}, {2: (2**14, 2**15, 2**16, 2**17, 2**18), 4: (2**16, 2**17, 2**18)}
-# Bytes, an H200's: the shortest and the longest row of 1, 2, 4, 8 and 16 programs; at first: the shortest above LEAST.
-EDGES = 16400, 65536, 65552, 147456, 147472, 294912, 294928, 589824, 589840, 1179648
+# Bytes, an H200's: the shortest and the longest row of 1, 4, 8 and 16 programs; at first: the shortest above LEAST.
+EDGES = 16400, 65536, 65552, 294912, 294928, 589824, 589840, 1179648
 H200 = types.SimpleNamespace(major=9, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
 
 
@@ -199,9 +199,10 @@ def choose(n_cols, dtype, gpu):
     """The Plan for rows of n_cols elements on a GPU (its torch.cuda.get_device_properties), or None where no cluster
     holds one: as few programs as have room three times on an SM, since the fewer, the less they wait for each other.
     On an H200, where programs share a row, 4 warps were up to 5% faster than 8 in FP32 and at ragged widths, and within
-    2% in BF16; more than 4 programs an SM were no faster."""
+    2% in BF16; more than 4 programs an SM were no faster. Two programs a row were 3 to 5% slower than four (64 KB in a
+    program of 4 warps is too little in flight, of 8 warps too much to wait for; at 40,960 columns of BF16 2% faster)."""
     room = min(gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor // 3 - 1024) - 1024
-    for split in (1, 2, 4, 8, 16)[:5 if gpu.major in (9, 10) else 4]:  # more than 8 is not for every GPU
+    for split in (1, 4, 8, 16)[:4 if gpu.major in (9, 10) else 3]:  # more than 8 is not for every GPU
         plan = Plan(split, 8 if split == 1 else 4, 1)
         if (size := 512 * plan.num_warps * vectors(plan, n_cols, dtype)) <= room:
             return plan._replace(per_sm=min(4, gpu.shared_memory_per_multiprocessor // (size + 2048)))
