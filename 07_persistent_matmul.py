@@ -309,8 +309,9 @@ def check(report, shapes):
     print(f"[{report.name}] check", file=sys.stderr, flush=True)
     checks, dtypes = [], {dtype: None for *_, dtype in shapes} if report.gpu else ["fp16"]  # no interpreter runs bf16
     for dtype in (common.DTYPES[name] for name in dtypes):
-        configs = {config: (300, 528, 1111) for m, n, k, _ in shapes  # 16 divides N and no tile's does
-                   for config in candidates(m, n, k, report.gpu["sms"])} if report.gpu else {
+        configs = {config: (300, 528, 1111) for config in (          # 16 divides N and no tile's does
+            *(config for m, n, k, _ in shapes for config in candidates(m, n, k, report.gpu["sms"])),
+            *(Config(kernel, 128, 128, 64, 4, 3) for kernel in ("ws", "tma")))} if report.gpu else {
             Config("tma", 32, 32, 32, 2): (40, 72, 70), Config("tma", 16, 128, 32, 2, 3): (20, 136, 101),
             Config("tma", 32, 32, 32, 2, 2, group=1): (70, 40, 30)}
         for config, (m, n, k) in configs.items():
