@@ -10,9 +10,6 @@ The answer is the row `triton` of the table `providers`: as fast as torch.add an
 gave each thread 16-byte loads; `alignment` shows what it costs where it cannot.
 """
 import numbers
-import os
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -229,15 +226,11 @@ def alignment(report, n):
 
 def first_launch(report):
     with report.table("first_launch", "seconds of a launch, by what is cached", cases=3) as table:
+        code = f"import importlib; importlib.import_module('01_vector_add').child({report.args.device})"
+        cases = "new process, empty cache", "new process, kernel cached"
         with tempfile.TemporaryDirectory() as cache:
-            env = {**os.environ, "TRITON_CACHE_DIR": cache}
-            for case in ("new process, empty cache", "new process, kernel cached"):
-                code = f"import importlib; importlib.import_module('01_vector_add').child({report.args.device})"
-                child = subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, env=env, capture_output=True,
-                                       text=True)
-                if child.returncode:
-                    raise AssertionError(f"first_launch: the child failed: {child.stderr.strip()[-300:]}")
-                first, later = map(float, child.stdout.split())
+            for case, out in zip(cases, common.in_turn("first_launch", [code] * 2, [{"TRITON_CACHE_DIR": cache}] * 2)):
+                first, later = map(float, out.split())
                 table.row(case=case, kernel="add_kernel", seconds=first)
             table.row(case="a launch after that", kernel="add_kernel", seconds=later)
         table.note("Wall clock of one launch and a synchronize, n = 1,024; importing and creating the CUDA context "
@@ -249,6 +242,7 @@ def child(device):
     torch.cuda.set_device(device)
     x, y, out = inputs(1024)
     torch.cuda.synchronize()
+    common.my_turn()
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -273,6 +267,8 @@ def main():
         print("01_vector_add: add() equals torch at every size that was tried; bf16 does not run in the interpreter, "
               "05_inspect_ir.py compiles it.")
         return
+    if args.check:
+        return print(common.CHECKED)
     if args.block_size:
         block_size(report, n, args.block_size)
     elif args.n:

@@ -441,6 +441,8 @@ def main():
     if args.n:
         report.need(need(args.n, 4 if args.dtype == "fp32" else 2), f"--n {args.n}")
     check(report)
+    if args.check:
+        return print(common.CHECKED)
     if args.dtype != "fp32":
         sizes = [args.n] if args.n else SIZES[:2] + SIZES[3:4] if args.quick else SIZES
         vs_cublas(report, sizes, [args.dtype] if args.dtype else ["bf16", "fp16"])

@@ -41,7 +41,7 @@ CONFIGS = [  # S1's: the first eight are the Triton tutorial's CUDA configs for 
 BLOCKS = [triton.Config({"BLOCK_SIZE": block}, num_warps=warps)  # S2's
           for block, warps in ((128, 4), (256, 4), (512, 8), (1024, 8), (2048, 16))]
 SIZES = (512, 1024, 2048, 4096, 8192)
-STREAM = tuple(range(1000, 2000, 83))  # widths of a stream of requests, all distinct
+STREAM = tuple(range(1000, 2000, 143))  # widths of a stream of requests, all distinct
 NARROW = 1000                          # columns: S2's configs have BLOCKs below and above it
 
 
@@ -274,26 +274,13 @@ def configs(report, n):
 
 def cost(report, n):
     with report.table("cost", f"seconds of the first call of the autotuned matmul at {n:,}") as table:
-        seconds, children = {}, {}
-        with contextlib.ExitStack() as stack:
-            for tuner, keeps in (("triton.autotune", (True, False, True)), ("Search", (True, True))):
-                cache = stack.enter_context(tempfile.TemporaryDirectory())
-                for call, keep in enumerate(keeps):
-                    code = ("import importlib; importlib.import_module('04_autotune').child"
-                            f"({report.args.device}, {n}, {tuner!r}, {keep})")
-                    children[tuner, call] = child = stack.enter_context(subprocess.Popen(
-                        [sys.executable, "-c", code], cwd=common.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE, text=True, env={**os.environ, "TRITON_CACHE_DIR": cache}))
-                    stack.callback(child.kill)
-            common.progress(f"[{report.name}] cost: {len(children)} processes start")
-            for child in children.values():                  # side by side; each then waits for its turn
-                child.stdout.readline()
-            for (tuner, call), child in children.items():
-                common.progress(f"[{report.name}] cost: {tuner}, call {call + 1}")
-                out, errors = child.communicate("go\n")
-                if child.returncode:
-                    raise AssertionError(f"cost: the child failed: {errors.strip()[-300:]}")
-                seconds[tuner, call] = float(out)
+        runs = [("triton.autotune", 0, True), ("triton.autotune", 1, False), ("triton.autotune", 2, True),
+                ("Search", 0, True), ("Search", 1, True)]    # tuner, call, cache_results
+        code = "import importlib; importlib.import_module('04_autotune').child({}, {}, {!r}, {})"
+        codes = [code.format(report.args.device, n, tuner, keep) for tuner, _, keep in runs]
+        with tempfile.TemporaryDirectory() as cache:         # a folder a tuner
+            envs = [{"TRITON_CACHE_DIR": os.path.join(cache, tuner)} for tuner, *_ in runs]
+            seconds = {run[:2]: float(out) for run, out in zip(runs, common.in_turn("cost", codes, envs))}
         for tuner, call, case in (("triton.autotune", 0, "new process, empty cache"),
                                   ("triton.autotune", 1, "new process, kernels cached"),
                                   ("triton.autotune", 2, "new process, cache_results=True and tuned before"),
@@ -313,8 +300,7 @@ def child(device, n, tuner, keep):
     a, b, out = product.square(n, "bf16")
     tuned = TUNERS[tuner](CONFIGS, cache_results=keep)
     torch.cuda.synchronize()
-    print("ready", flush=True)
-    sys.stdin.readline()                                     # the other processes of the table are idle by then
+    common.my_turn()
     start = time.perf_counter()
     multiply(tuned, a, b, out)
     torch.cuda.synchronize()
@@ -433,6 +419,8 @@ def main():
     n = args.n or 4096
     report.need(product.need(n, 2) + 3 * 8 * n * n, f"--n {n}")
     check(report)
+    if args.check:
+        return print(common.CHECKED)
     configs(report, n)
     if not args.n:
         cost(report, n)

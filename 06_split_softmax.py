@@ -199,8 +199,9 @@ def choose(n_cols, dtype, gpu):
     """The Plan for rows of n_cols elements on a GPU (its torch.cuda.get_device_properties), or None where no cluster
     holds one: as few programs as have room three times on an SM, since the fewer, the less they wait for each other.
     On an H200, where programs share a row, 4 warps were up to 5% faster than 8 in FP32 and at ragged widths, and within
-    2% in BF16; more than 4 programs an SM were no faster. Two programs a row were 3 to 5% slower than four (64 KB in a
-    program of 4 warps is too little in flight, of 8 warps too much to wait for; at 40,960 columns of BF16 2% faster)."""
+    2% in BF16; more than 4 programs an SM were no faster. Two programs a row were 3 to 5% slower than four (64 KB in
+    a program of 4 warps is too little in flight, of 8 warps too much to wait for; at 40,960 columns of BF16 2% faster).
+    """
     room = min(gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor // 3 - 1024) - 1024
     for split in (1, 4, 8, 16)[:4 if gpu.major in (9, 10) else 3]:  # more than 8 is not for every GPU
         plan = Plan(split, 8 if split == 1 else 4, 1)
@@ -367,6 +368,8 @@ def main():
               for n_cols in widths[size]]
     with peers.compiled_ahead(report, shapes):
         check(report, checked, widths)
+    if args.check:
+        return print(common.CHECKED)
     time_wide(report, dtypes, widths)
     report.finish()
 

@@ -299,6 +299,8 @@ def main():
     if report.gpu is None:
         print("The packed parts add up, and so do their products, in the interpreter.")
         return
+    if args.check:
+        return print(common.CHECKED)
     fp32_precision(report, args.n or 4096, precisions)
     report.finish()
 

@@ -79,8 +79,12 @@ help:
 # --save where there is a GPU to measure, and the interpreter is not asked for in its place.
 SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"))
 
+# Most of a check's time is compilation, of which one process keeps few cores busy: all of them go first, at once, and
+# fill Triton's cache. Where one fails, its script says so when it is its turn.
 all: $(READY)
 	@save=$$($(PYTHON) -c '$(SAVE)') || exit; \
+	if [ "$$save" ]; then echo "== every check, side by side: the kernels are compiled" >&2; \
+	printf '%s\n' $(SCRIPTS) | xargs -I{} -P 0 $(PYTHON) {} --check >/dev/null 2>&1; fi; \
 	for script in $(wildcard common.py) $(SCRIPTS); do echo "== $$script" >&2; $(PYTHON) $$script $$save || exit; done
 
 quick: $(READY)

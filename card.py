@@ -111,7 +111,7 @@ def main():
     p = common.parser(__doc__)
     report = common.start(p)
     report.name = "card"
-    if report.gpu is None:
+    if report.gpu is None or report.args.check:
         for what, cost, cure in lacks():
             print(f"lacks {what}: {cost}; {cure}")
         return

@@ -8,7 +8,6 @@ that switch when it is imported. A script reads
         table.time({"n": n}, {"triton": f, "torch": g}, bytes=3 * n * 4)
     report.finish()                                           # results/<gpu>/, with --save; plots/, with --plot
 """
-import concurrent.futures
 import datetime
 import math
 import os
@@ -125,29 +124,40 @@ class ClockLog:
     REASONS = {0x4: "power cap", 0x8: "hw slowdown", 0x20: "sw thermal", 0x40: "hw thermal", 0x80: "power brake",
                0x2: "app clocks", 0x10: "sync boost", 0x100: "display clocks"}
     hung = None  # waited for once a run
+    known = None  # the fields that nvidia-smi answered to, found once a run
 
     def __init__(self, uuid):
         self.process, self.samples, self.problem = None, [], ClockLog.hung
-        for reasons in () if self.problem else ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
+        if self.problem or not (fields := ClockLog.known or self._answered(uuid)):
+            return
+        ClockLog.known = fields
+        self.file = tempfile.TemporaryFile("w+", errors="replace")
+        command = ["nvidia-smi", "-i", uuid, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits",
+                   "-lms", "20"]
+        try:
+            self.process = subprocess.Popen(command, stdout=self.file, stderr=subprocess.DEVNULL)
+        except OSError:
+            self.problem = "nvidia-smi is not on the PATH"
+
+    def _answered(self, uuid):
+        """The fields that this driver's nvidia-smi knows, by asking once; None, and self.problem, where it has none."""
+        for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
             for power in ("power.draw.instant", "power.draw"):
                 fields = ["timestamp", "clocks.sm", "clocks.mem", power, reasons]
                 try:
                     self._parse(", ".join(smi(fields, "-i", uuid)))
                 except FileNotFoundError:
                     self.problem = "nvidia-smi is not on the PATH"
-                    return
+                    return None
                 except subprocess.TimeoutExpired as error:
                     self.problem = ClockLog.hung = f"nvidia-smi did not answer in {error.timeout:.0f} s"
-                    return
+                    return None
                 except (OSError, subprocess.SubprocessError, ValueError) as error:
                     self.problem = f"nvidia-smi answered with nothing usable ({type(error).__name__})"
                     continue
                 self.problem = None
-                self.file = tempfile.TemporaryFile("w+", errors="replace")
-                command = ["nvidia-smi", "-i", uuid, f"--query-gpu={','.join(fields)}",
-                           "--format=csv,noheader,nounits", "-lms", "20"]
-                self.process = subprocess.Popen(command, stdout=self.file, stderr=subprocess.DEVNULL)
-                return
+                return fields
+        return None
 
     @staticmethod
     def _parse(line):
@@ -216,7 +226,7 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=
         for index, (name, fn) in enumerate(providers.items()):
             tell(index, f"round {turn + 1} of {rounds}")
             begin = time.time()
-            times[name].append(triton.testing.do_bench(fn, warmup=min(25, rep), rep=rep / rounds,
+            times[name].append(triton.testing.do_bench(fn, warmup=min(10, rep), rep=rep / rounds,
                                                        return_mode="median"))
             windows[name].append((begin, time.time()))
     result = {}
@@ -320,36 +330,6 @@ def cdiv(x, y):
     return -(-x // y)
 
 
-def _enter(index):
-    """A new thread begins at device 0, and without the CUDA context that TMA's descriptors need: set_device makes none
-    where the device is 0 already."""
-    torch.cuda.set_device(index)
-    torch.cuda.synchronize()
-
-
-def side_by_side(calls):
-    """Call each without arguments, in threads: most of a check's time is compilation, which runs without Python's
-    lock. In turn under the interpreter, which is Python. The first exception, in the order of calls, is raised."""
-    calls = list(calls)
-
-    def each(steps):
-        for index, step in enumerate(steps):
-            progress(f"compiling and checking: {index + 1:,} of {len(calls):,}")
-            step()
-    try:
-        if device() == "cpu":
-            return each(calls)
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), initializer=_enter,
-                                                   initargs=(torch.cuda.current_device(),)) as pool:
-            try:
-                each([pool.submit(call).result for call in calls])
-            except BaseException:  # Ctrl-C, too: what has not begun need not
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    finally:
-        progress()
-
-
 # ---------------------------------------------------------------- what else a script needs
 
 def device():
@@ -379,5 +359,6 @@ if __name__ == "__main__":  # `python common.py`: the GPU's sheet
     card.common.run(card.main)
 else:  # what has to do with neither clocks nor roofs stands apart, so that this file stays short; it uses what is above
     from arguments import apart, extent, operands, writable  # noqa: F401
-    from tables import (COLUMNS, Parser, Report, Table, format_table, header, one_at_a_time, parser, path,  # noqa: F401
-                        power_of_two, run, start, versions, whole, write)
+    from parallel import in_turn, my_turn, side_by_side  # noqa: F401
+    from tables import (CHECKED, COLUMNS, Parser, Report, Table, format_table, header, one_at_a_time,  # noqa: F401
+                        parser, path, power_of_two, run, start, versions, whole, write)

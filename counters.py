@@ -159,7 +159,9 @@ def apart(rows, cycles):
 
 
 def main():
-    report = common.start(common.parser(__doc__))
+    report = common.start(p := common.parser(__doc__))
+    if report.args.check:
+        p.error("--check is a numbered script's")
     if not report.gpu:
         print("counters: Nsight Compute needs a GPU.")
         return

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,10 @@ import torch
 import common
 import triton
 
+# Inductor's pool of compilers, a process a core, would start beside whatever is being timed, and in every process of
+# compiled_ahead(); what is compiled does not depend on it.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 
 def inductor(x):
     """torch.compile of the softmax, for this shape alone."""
@@ -27,11 +32,14 @@ def inductor(x):
 
 @contextlib.contextmanager
 def compiled_ahead(report, shapes):
-    """What torch.compile makes of each (dtype, shape) is in its cache at the end: by other processes, meanwhile."""
+    """What torch.compile makes of each (dtype, shape) is in its cache at the end: by other processes, meanwhile, where
+    the last of them is not there yet."""
     code = "import peers; peers.fill_cache({}, {!r})"
-    children = [subprocess.Popen([sys.executable, "-c", code.format(report.args.device, shapes[part::8])],
-                                 cwd=common.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                for part in range(min(8, len(shapes)))]
+    parts = max(1, min(os.cpu_count(), len(shapes), torch.cuda.mem_get_info()[0] // 2**32))  # 4 GB of the GPU's each
+    children = [] if cached(*shapes[-1]) else [
+        subprocess.Popen([sys.executable, "-c", code.format(report.args.device, shapes[part::parts])],
+                         cwd=common.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for part in range(parts)]
     try:
         yield
         for child in children:
@@ -39,6 +47,16 @@ def compiled_ahead(report, shapes):
     finally:
         for child in children:
             child.kill()
+
+
+def cached(dtype, shape):
+    """Whether torch.compile finds its code for this shape in its cache; it is there afterwards."""
+    try:
+        inductor(torch.empty(shape, dtype=common.DTYPES[dtype], device=common.device()))
+    except Exception:  # the table names it
+        return True
+    seen = torch._dynamo.utils.counters
+    return seen["inductor"]["fxgraph_cache_hit"] + seen["aot_autograd"]["autograd_cache_hit"] > 0
 
 
 def fill_cache(device, shapes):

@@ -260,7 +260,9 @@ def sanitize(report):
 
 
 def main():
-    report = common.start(common.parser(__doc__))
+    report = common.start(p := common.parser(__doc__))
+    if report.args.check:
+        p.error("--check is a numbered script's")
     if not report.gpu:
         print("sanitize: compute-sanitizer needs a GPU.")
         return

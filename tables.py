@@ -22,6 +22,8 @@ import common
 import triton
 
 
+CHECKED = "Every kernel is right here; nothing is timed."  # the end of a run with --check
+
 # Every column that a table may have, in printed order, with its format; up to `instruction`: what a row is of.
 COLUMNS = {
     "tool": "", "kernel": "", "stage": "", "arch": "", "case": "",
@@ -94,12 +96,12 @@ class Table:
             self.case_done()
         return fields
 
-    def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None, burst=False):
+    def time(self, case, providers, extra=None, bytes=None, flops=None, unit=None, burst=False, same=()):
         """Time one case's providers, interleaved, and add a row each; returns {name: row}.
 
         case: fields of every row. extra: {name: fields of its row alone}; "provider" there replaces the name,
         "baseline" names the provider that its ratio is taken against, "bytes", "flops" and "unit" (a dtype of
-        peak_tflops) override the case's.
+        peak_tflops) override the case's. same: {name: provider} of rows that a provider's timing is for, too.
         """
         args, gpu = self.report.args, self.report.gpu
         first = self.log is None
@@ -114,6 +116,7 @@ class Table:
             share = min(next(steps) / (len(names) * (args.rounds + 1) + 1), 1)
             self.progress(index, f"{names[index]}, {of}, {what}", len(names), share)
         measured = common.bench(providers, args.warmup if first else 0, args.rep, args.rounds, burst=burst, tell=tell)
+        measured |= {name: dict(measured[provider]) for name, provider in dict(same).items()}
         rows = {}
         for name, times in measured.items():
             own = {"bytes": bytes, "flops": flops, "unit": unit, "baseline": self.baseline, "provider": name,
@@ -240,6 +243,7 @@ def parser(doc):
     """An argument parser with the flags that every script has; the script adds its own."""
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--quick", action="store_true", help="smoke run: short windows, one round")
+    p.add_argument("--check", action="store_const", const=True, help="prove the kernels right, time nothing")
     p.add_argument("--rounds", type=whole(1, 100), default=3, help="interleaved rounds a row (default 3)")
     p.add_argument("--warmup", type=whole(0, 60_000), default=1000, metavar="MS",
                    help="warm-up before each table, ms (default 1000)")
@@ -375,7 +379,7 @@ def start(p, narrowing=()):
         args.warmup, args.rep, args.rounds = min(args.warmup, 50), min(args.rep, 30), 1
     name = Path(sys.argv[0]).stem
     timed = torch.cuda.is_available() and not common.INTERPRETED
-    narrowed = [flag for flag in narrowing if getattr(args, flag) is not None]
+    narrowed = [flag for flag in ("check", *narrowing) if getattr(args, flag) is not None]
     if args.save and (args.quick or narrowed or not timed):
         why = ("--quick" if args.quick else f"--{narrowed[0].replace('_', '-')}" if narrowed else
                "TRITON_INTERPRET=1" if torch.cuda.is_available() else "no GPU to measure")

@@ -2,6 +2,7 @@
 
 References are float64. Where a test needs what this machine has not, it is skipped with the reason.
 """
+import collections
 import concurrent.futures
 import contextlib
 import ctypes
@@ -52,6 +53,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}:triton.runtime.interpr
 
 vector, fused, product, tuning = map(importlib.import_module, ("01_vector_add", "02_fused_softmax", "03_matmul",
                                                                "04_autotune"))
+import peers  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -471,6 +473,7 @@ def test_the_processes_of_cost_start_together_and_take_turns(report, tmp_path, c
     (tmp_path / "04_autotune.py").write_text("""
 import os, pathlib, sys, time
 log, cache = pathlib.Path("log"), pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+cache.mkdir(exist_ok=True)
 def child(device, n, tuner, keep):
     with log.open("a") as file: file.write("ready ")
     print("ready", flush=True)
@@ -486,8 +489,25 @@ def child(device, n, tuner, keep):
     assert [row["seconds"] for row in rows] == [2, 3, 4, 12, 13] and capsys.readouterr().out.count("4,096") >= 5
     (tmp_path / "log").unlink()
     (tmp_path / "04_autotune.py").write_text("def child(*_): raise SystemExit('no GPU left')")
-    with pytest.raises(AssertionError, match="the child failed: no GPU left"):
+    with pytest.raises(AssertionError, match="cost: the child failed: no GPU left"):
         tuning.cost(report, 4096)
+
+
+def test_the_processes_of_first_launch_start_together_and_share_a_cache(report, tmp_path):
+    """The second begins once the first has ended, however long that takes."""
+    (tmp_path / "01_vector_add.py").write_text("""
+import os, pathlib, sys, time
+cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+def child(device):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    full = (cache / "kernel").exists()
+    time.sleep(0.3)
+    (cache / "kernel").touch()
+    print(1.5 if full else 2.5, 0.5)
+""")
+    vector.first_launch(report)
+    assert [row["seconds"] for row in report.tables[0].rows] == [2.5, 1.5, 0.5]
 
 
 @needs_gpu
@@ -744,6 +764,44 @@ def report(monkeypatch, tmp_path):
     return common.Report("01_vector_add", args, gpu)
 
 
+def test_a_timing_that_is_for_two_rows(report):
+    extra = {"triton": {"kernel": "one"}, "triton/twin": {"kernel": "two"}}
+    with report.table("widths", "a title", baseline="torch") as table:
+        rows = table.time({"n": 5}, {"triton": None, "torch": None}, extra, bytes=192_000_000,
+                          same={"triton/twin": "triton"})
+    one, twin = rows["triton"], rows["triton/twin"]
+    assert twin == one | {"provider": "triton/twin", "kernel": "two"} and twin["ratio"] == 2 and twin["gbps"] == 192
+    assert table.rows == list(rows.values())
+
+
+def test_equal_picks_are_timed_once(monkeypatch):
+    seen, kernel = {}, types.SimpleNamespace(n_regs=1, n_spills=0)
+    monkeypatch.setattr(fused, "launch", lambda *_: kernel)
+    table = types.SimpleNamespace(time=lambda case, providers, own, **options: seen.update(
+        options, providers=list(providers), own=own))
+    for n_cols, providers, same in ((512, ["triton", "triton/whole-row", "torch"], {}),
+                                    (4096, ["triton", "torch"], {"triton/whole-row": "triton"})):
+        fused.time_case(table, {}, torch.zeros(2, n_cols), None, fused.ours(n_cols, 4))
+        assert seen["providers"] == providers and seen["same"] == same
+        assert {"triton", "triton/whole-row"} <= {*seen["own"]}
+
+
+@pytest.mark.parametrize("hit", [True, False])
+def test_torch_compile_s_cache_is_filled_where_it_is_empty(hit, monkeypatch):
+    """By processes of no more than a core and 4 GB of the GPU's memory each, which share the shapes."""
+    counters, started = collections.Counter(fxgraph_cache_hit=0), []
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {"inductor": counters, "aot_autograd": collections.Counter()})
+    monkeypatch.setattr(peers, "inductor", lambda x: counters.update(fxgraph_cache_hit=hit))
+    monkeypatch.setattr(peers.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (13 * 2**30, 2**40))
+    monkeypatch.setattr(peers.subprocess, "Popen", lambda command, **_: started.append(command[-1]) or
+                        types.SimpleNamespace(wait=lambda: None, kill=lambda: None))
+    shapes = [("fp32", (2, n)) for n in range(1, 6)]
+    with peers.compiled_ahead(types.SimpleNamespace(args=types.SimpleNamespace(device=0)), shapes):
+        assert len(started) == (0 if hit else 3)
+    assert sorted(re.findall(r"\(2, (\d)\)", "".join(started))) == ([] if hit else list("12345"))
+
+
 def test_table_derives_its_rates(report, capsys):
     with report.table("providers", "a title", baseline="torch") as table:
         fast = table.time({"n": 5}, {"triton": None, "torch": None}, bytes=192_000_000, flops=6_144_000_000,
@@ -954,8 +1012,16 @@ def test_every_script_is_tested():
 def test_help(process, outcome):
     done = outcome(process)
     assert done.returncode == 0 and not done.stderr
-    for flag in ("--quick", "--rounds", "--warmup MS", "--rep MS", "--device", "--save", "--plot"):
+    for flag in ("--quick", "--check", "--rounds", "--warmup MS", "--rep MS", "--device", "--save", "--plot"):
         assert flag in done.stdout or process.args[0] in ("report.py", "compare.py")
+
+
+@needs_gpu  # elsewhere a script does no more than that anyway
+@processes([(script, "--check") for script in SCRIPTS if not script.startswith("05")])
+def test_check_times_nothing(process, outcome):
+    done = outcome(process)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] .startswith((common.CHECKED, "This step needs")) and "|" not in done.stdout
 
 
 @processes([(script, "--quick") for script in SCRIPTS])
@@ -1843,6 +1909,7 @@ def tool(tmp_path, monkeypatch):
         path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
     monkeypatch.setattr(common.ClockLog, "hung", None)
+    monkeypatch.setattr(common.ClockLog, "known", None)
     return make
 
 
@@ -1870,6 +1937,12 @@ def test_nvidia_smi_fails(body, problem, tool, monkeypatch, tmp_path):
     if problem == "did not answer":                          # and is not asked again for the next table
         monkeypatch.setattr(common, "smi", None)
         assert common.ClockLog("GPU-0").problem == log.problem
+    if "sleep 0.01" in str(body):                            # what it answers to is asked once, too
+        monkeypatch.setattr(common, "smi", None)
+        (again := common.ClockLog("GPU-0")).stop()
+        assert again.problem == log.problem
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert common.ClockLog("GPU-0").problem == "nvidia-smi is not on the PATH"
 
 
 def test_a_row_without_a_clock_has_the_reason(report, monkeypatch):
@@ -2906,6 +2979,18 @@ def test_make_all_stops_at_a_failing_step_with_its_status(steps):
     save = ["--save"] if GPU else []
     assert done.stdout.splitlines() == [f"01_a {save}", f"02_b {save}"]
     assert done.returncode == 2 and "Error 7" in done.stderr
+
+
+def test_make_all_runs_every_check_at_once_and_then_step_by_step(steps):
+    """A check that fails does not end it: the step will, where it still does."""
+    (steps / "python").write_text('#!/bin/sh\n[ $1 = -c ] && { echo --save; exit; }\necho "$*" >>log\n'
+                                  '[ "$*" != "02_b.py --check" ]\n')
+    (steps / "python").chmod(0o755)
+    done = make(f"PYTHON={steps}/python", "all", cwd=steps)
+    assert done.returncode == 0 and not done.stdout
+    ran = (steps / "log").read_text().splitlines()
+    names = ["01_a.py", "02_b.py", "03_c.py"]
+    assert sorted(ran[:3]) == [f"{name} --check" for name in names] and ran[3:] == [f"{name} --save" for name in names]
 
 
 def test_make_one_step(steps):
