@@ -3,12 +3,13 @@
 `make ncu` runs this on a GPU where Nsight Compute may read its counters. It is no numbered step: it launches the
 kernels of all of them, times each with do_bench and with an event pair round a loop (`common.loop_ms`), then once more
 under ncu, at the clocks as they are (--clock-control none). The answers are the column dram_read_gb of the table
-`grouping`, what each program order reads, and the column `mark` of the table `kernels`, where bytes differ from the
-formula by more than 5%.
+`grouping`, what each program order reads, and in the table `kernels` the columns `mark`, where bytes differ from the
+formula by more than 5%, and `stall`, what warps wait for most.
 """
 import csv
 import importlib
 import io
+import re
 import shutil
 import statistics
 import subprocess
@@ -24,9 +25,11 @@ vector, fused, product = map(importlib.import_module, ("01_vector_add", "02_fuse
 
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum", "l2_hit": "lts__t_sector_hit_rate.pct",
            "ns": "gpu__time_duration.sum"}
-KERNELS = r"regex:(add|softmax|rows|online|matmul)_kernel"
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active"  # warps that wait for one thing, whenever one issues
+KERNELS = r"regex:^(add|softmax|rows|online|matmul|split|specialized|persistent|narrow|reduce|pack|fma)_kernel$"
 SIZES, GROUPS, LAUNCHES = (4096, 8192), (1, 8), 3
 WIDTHS = ((512, "bf16"), (4096, "bf16"), (4096, "fp32"), (16384, "fp32"), (65536, "bf16"), (131072, "bf16"))
+WIDE = ((16384, "bf16"), (32768, "bf16"), (65536, "bf16"), (131072, "bf16"), (262144, "bf16"), (131072, "fp32"))
 
 
 # ---------------------------------------------------------------- what is launched
@@ -58,6 +61,49 @@ def cases(gpu):
         yield ({"kernel": "matmul_kernel", "n": n, "m": n, "k": n, "dtype": "bf16",
                 "config": product.config_name(config)},
                4 * n * n, 2 * n * n, [partial(product.matmul, a, b, out=out, config=config) for a, b, out in sets])
+    if gpu["cc"].startswith("9."):
+        yield from beyond(gpu)
+
+
+def beyond(gpu):
+    """Those of 06 to 08, launch by launch, where a product takes several."""
+    wide, persistent, packed = map(importlib.import_module, ("06_split_softmax", "07_persistent_matmul",
+                                                             "08_fp32_matmul"))
+    for n_cols, dtype in WIDE:
+        n_rows, _ = fused.matrix(gpu, common.DTYPES[dtype].itemsize, n_cols)
+        x = torch.randn(n_rows, n_cols, dtype=common.DTYPES[dtype], device="cuda")
+        out, plan = torch.empty_like(x), wide.choose(n_cols, x.dtype, torch.cuda.get_device_properties(x.device))
+        yield ({"kernel": "split_kernel", "n_rows": n_rows, "n_cols": n_cols, "dtype": dtype,
+                "num_warps": plan.num_warps}, x.nbytes, x.nbytes, [partial(wide.launch, plan, x, out)])
+
+    def one(name, todo, dtype, config, m, n, k, read, written, precision=None):
+        calls = [partial(persistent.run, [step for step in steps if step[0].__name__ == name][:1]) for steps in todo]
+        return {"kernel": name, "n": n, "m": m, "k": k, "dtype": dtype, "config": config} | (
+            {"precision": precision} if precision else {}), read, written, calls
+
+    def operands(m, n, k, dtype, least):
+        for _ in range(1 + gpu["l2_bytes"] // least):  # of the bytes that each launch moves, the fewest
+            yield [torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (k, n), (m, n))]
+    for (m, n, k), kind in (((4096,) * 3, "ws"), ((8192,) * 3, "ws"), ((8192,) * 3, "tma"),
+                            ((1024, 1024, 16384), "ws"), ((16, 8192, 8192), "narrow")):
+        config = next(one for one in persistent.candidates(m, n, k, gpu["sms"]) if one.kernel == kind)
+        parts, read = config.split * m * n * 4, 2 * (m * k + k * n)
+        least = min(read, parts) if config.split > 1 and kind != "narrow" else read
+        todo = [persistent.launches(config, *abc, sms=gpu["sms"]) for abc in operands(m, n, k, torch.bfloat16, least)]
+        main = todo[0][0][0].__name__
+        yield one(main, todo, "bf16", str(config), m, n, k, read, parts if len(todo[0]) > 1 else 2 * m * n)
+        if len(todo[0]) > 1:
+            yield one("reduce_kernel", todo, "bf16", str(config), m, n, k, parts, 2 * m * n)
+    n = 4096
+    for precision in ("tf32", "bf16x6", "ieee"):
+        mode = packed.MODES[precision]
+        todo = [packed.launches(mode, *abc, gpu["sms"]) for abc in operands(n, n, n, torch.float32, 8 * n * n)]
+        if precision == "ieee":
+            yield one("fma_kernel", todo, "fp32", str(mode), n, n, n, 8 * n * n, 4 * n * n, precision)
+        else:
+            part = mode.parts * mode.dtype.itemsize * n * n  # of an operand; "tf32" takes A as it is
+            yield one("pack_kernel", todo, "fp32", None, n, n, n, 4 * n * n, part, precision)
+            yield one("specialized_kernel", todo, "fp32", str(mode.config), n, n, n, 2 * part, 4 * n * n, precision)
 
 
 def launch(device):
@@ -72,13 +118,22 @@ def launch(device):
     torch.cuda.synchronize()
 
 
+def stalls():
+    """{metric: reason} of what this GPU's warps can be seen to wait for."""
+    known = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True).stdout
+    found = re.findall(rf"^({STALL.format('([a-z_]+)')})\b", known, re.M)
+    return {f"{metric}.ratio": reason for metric, reason in found  # a warp that is or may be selected does not wait
+            if not reason.endswith(("_not_issued", "selected"))}
+
+
 def profile(device):
-    """ncu's readings in base units, the medians of each LAUNCHES launches. Fails in one line where ncu may not read."""
+    """ncu's readings in base units, the medians of each LAUNCHES launches: a reading has METRICS' keys, "name" and
+    "stall". Fails in one line where ncu may not read."""
     if shutil.which("ncu") is None:
         common.fail("ncu is not on the PATH; it comes with the CUDA toolkit as Nsight Compute")
-    code = f"import counters; counters.launch({device})"
+    code, reasons = f"import counters; counters.launch({device})", stalls()
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--kernel-name",
-               KERNELS, "--metrics", ",".join(METRICS.values()), sys.executable, "-c", code]
+               KERNELS, "--metrics", ",".join([*METRICS.values(), *reasons]), sys.executable, "-c", code]
     done = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True)
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
         common.fail("the driver lets only administrators read performance counters (ERR_NVGPUCTRPERM); run as root, or "
@@ -89,11 +144,19 @@ def profile(device):
         tail = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["nothing"]
         common.fail(f"ncu gave {len(rows)} readings, status {done.returncode}; it ended with: {tail[0]}")
     try:
-        values = [{key: float(row[name].replace(",", "")) for key, name in METRICS.items()} for row in rows]
+        values = [{key: float(row[name].replace(",", "")) for key, name in (METRICS | {m: m for m in reasons}).items()}
+                  for row in rows]
+        names = [row["Kernel Name"].split("(")[0] for row in rows]
     except (KeyError, ValueError) as error:
         common.fail(f"ncu gave no figure for each of {', '.join(METRICS.values())}: {error}")
-    return [{key: statistics.median(value[key] for value in values[i:i + LAUNCHES]) for key in METRICS}
-            for i in range(0, len(values), LAUNCHES)]
+    found = []
+    for i in range(0, len(values), LAUNCHES):
+        middle = {key: statistics.median(value[key] for value in values[i:i + LAUNCHES]) for key in values[0]}
+        worst = max(reasons, key=middle.get, default=None)
+        share = worst and 100 * middle[worst] / (sum(middle[metric] for metric in reasons) or 1)
+        found.append({key: middle[key] for key in METRICS} | {
+            "name": names[i], "stall": f"{reasons[worst].replace('_', ' ')} {share:.0f}%" if worst else None})
+    return found
 
 
 # ---------------------------------------------------------------- tables
@@ -112,6 +175,14 @@ def grouping(report, readings):
             table.note(f"{n:,}: row order reads {more:.2f} times the bytes that grouped order does.")
 
 
+def rated_gbps(gpu):
+    """At the highest memory clock; None where nvidia-smi does not tell it."""
+    try:
+        return common.rated_gbps(float(common.smi(["clocks.max.mem"], "-i", gpu["uuid"])[0]), gpu["bus_bits"])
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
 def meaning(read, written, least_read, least_written, spills):
     """Why the DRAM's bytes differ from the formula's by more than 5%; None where they do not."""
     difference = (read + written) / (least_read + least_written) - 1
@@ -125,7 +196,10 @@ def meaning(read, written, least_read, least_written, spills):
 def kernels(report, readings):
     with report.table("kernels", "every kernel: bytes by formula and by counter, time by three clocks") as table:
         log, windows = common.ClockLog(report.gpu["uuid"]), []
+        rated = rated_gbps(report.gpu)
         for (case, least_read, least_written, calls), reading in zip(cases(report.gpu), readings):
+            if reading["name"] != case["kernel"]:
+                common.fail(f"ncu read {reading['name']} where {case['kernel']} was launched")
             timed = common.bench({"do_bench": calls[0]}, 200, report.args.rep, report.args.rounds)["do_bench"]
             begin = time.time()
             loop = common.loop_ms(calls)
@@ -134,8 +208,9 @@ def kernels(report, readings):
             spills = getattr(kernel, "n_spills", 0)
             table.row(**case, bytes=least_read + least_written, ms=timed["ms"], loop_ms=loop,
                       ncu_ms=reading["ns"] / 1e6, spread_pct=timed["spread_pct"], dram_read_gb=reading["read"] / 1e9,
-                      dram_write_gb=reading["written"] / 1e9, l2_hit_pct=reading["l2_hit"], mark=meaning(
-                          reading["read"], reading["written"], least_read, least_written, spills))
+                      dram_write_gb=reading["written"] / 1e9, l2_hit_pct=reading["l2_hit"], stall=reading["stall"],
+                      dram_pct=100 * (reading["read"] + reading["written"]) / reading["ns"] / rated if rated else None,
+                      mark=meaning(reading["read"], reading["written"], least_read, least_written, spills))
         log.stop()
         for row, (ours, theirs) in zip(table.rows, windows):
             row["sm_mhz"], row["loop_mhz"] = (log.medians(window)["sm_mhz"] for window in (ours, theirs))
@@ -148,6 +223,8 @@ def kernels(report, readings):
                    "launches.")
         table.note("mark: where DRAM's bytes differ from the formula's by more than 5%; empty where they agree. What a "
                    "kernel wrote last is still in L2 when it ends, and is no DRAM traffic of its own.")
+        table.note("stall: what warps that cannot issue wait for most, and its share of their waiting. dram_pct: "
+                   "DRAM's bytes over ncu_ms, of the rated bandwidth.")
 
 
 def apart(rows, cycles):

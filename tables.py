@@ -35,7 +35,8 @@ COLUMNS = {
     "pct_peak": ".1f", "ratio": ".3f", "spread_pct": ".1f", "sm_mhz": ".0f", "mem_mhz": ".0f", "power_w": ".0f",
     "loop_mhz": ".0f", "throttle": "", "regs": "", "sgprs": "", "spills": "", "shared_bytes": ",",
     "load_bits": "", "rel_error": ".2e", "mcycles": ".2f",
-    "dram_read_gb": ".3f", "dram_write_gb": ".3f", "l2_hit_pct": ".1f", "pick": "", "best": "", "gap_pct": ".1f",
+    "dram_read_gb": ".3f", "dram_write_gb": ".3f", "l2_hit_pct": ".1f", "dram_pct": ".1f", "stall": "",
+    "pick": "", "best": "", "gap_pct": ".1f",
     "searches": "", "value": "", "mark": "",
 }
 

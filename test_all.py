@@ -2015,6 +2015,23 @@ def test_ncu_fails(body, line, tool, monkeypatch, tmp_path, capsys):
     assert end.value.code == 2 and line in capsys.readouterr().err
 
 
+def test_ncu_s_readings_are_medians_with_what_warps_wait_for(tool, monkeypatch):
+    counters = importlib.import_module("counters")
+    metric = counters.STALL.format
+    names = [*counters.METRICS.values(), *(f"{metric(reason)}.ratio" for reason in ("barrier", "long_scoreboard"))]
+    rows = [("add_kernel(int)", 1, 2, 3, 4, 30, 10), ("add_kernel(int)", "5,000", 2, 3, 4, 30, 10),
+            ("add_kernel(int)", 3, 2, 3, 4, 30, 10), *[("split_kernel", 7, 8, 9, 10, 1, 3)] * 3]
+    lines = [["ID", "Kernel Name", *names], ["", *[""] * 7], *([index, *row] for index, row in enumerate(rows, 1))]
+    csv = "\n".join(",".join(f'"{value}"' for value in line) for line in lines)
+    listed = "\n".join(f"{metric(reason)}   Ratio  warps" for reason in (
+        "barrier", "barrier_not_issued", "long_scoreboard", "not_selected", "selected"))
+    tool("ncu", f"case $1 in --query-metrics) echo '{listed}';; *) echo \"$*\" >&2; cat <<'END'\n{csv}\nEND\n;; esac")
+    assert counters.stalls() == dict(zip(names[4:], ("barrier", "long_scoreboard")))
+    assert counters.profile(0) == [
+        {"read": 3, "written": 2, "l2_hit": 3, "ns": 4, "name": "add_kernel", "stall": "barrier 75%"},
+        {"read": 7, "written": 8, "l2_hit": 9, "ns": 10, "name": "split_kernel", "stall": "long scoreboard 75%"}]
+
+
 def test_without_nvrtc_its_rows_are_left_out(report, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.cuda._utils", None)
     monkeypatch.setattr(vector, "inputs", lambda n: (randn(n),) * 3)
