@@ -221,6 +221,11 @@ def tma_takes(*matrices):
                and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in matrices)
 
 
+def tma_fills(out):
+    """Whether TMA can also write it, and no element beyond: what it writes of a row ends at a multiple of 16 bytes."""
+    return tma_takes(out) and out.shape[1] * out.element_size() % 16 == 0
+
+
 def search(configs, a, b, out, b_t):
     """The configs from the fastest on, by 04's Search; without the autotuner, which knows one kernel, and no
     descriptors that depend on the config."""
@@ -247,7 +252,7 @@ def persistent_matmul(a, b, out=None, config=None):
     if not isinstance(config, Config | None):
         raise TypeError(f"persistent_matmul: config is {config!r}; it must be None or a Config")
     (m, k), n, sms, b_t = a.shape, b.shape[1], sms_of(a.device), not tma_takes(b)
-    if a.dtype == torch.float32 or not sms or not tma_takes(a, b.t() if b_t else b, out):
+    if a.dtype == torch.float32 or not sms or not tma_takes(a, b.t() if b_t else b) or not tma_fills(out):
         persistent_matmul.config = None
         return product.matmul(a, b, out=out)
     if config and (config.kernel not in ("ws", "tma", "narrow", "narrow/t") or config.kernel.startswith("narrow") and (

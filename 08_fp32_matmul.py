@@ -168,7 +168,8 @@ def fp32_matmul(a, b, precision="tf32", out=None, mode=None):
     read = (a, b) if isinstance(mode, Fma) else ()
     # No interpreter runs Gluon: there it is 03's, too. Rows of parts are counted in 32 bits.
     if (common.INTERPRETED or a.dtype != torch.float32 or not persistent.sms_of(a.device)
-            or not persistent.tma_takes(out, *read) or not 0 < a.shape[1] or max(*out.shape, a.shape[1]) >= 2**28):
+            or not persistent.tma_fills(out) or not persistent.tma_takes(*read) or not 0 < a.shape[1]
+            or max(*out.shape, a.shape[1]) >= 2**28):
         fp32_matmul.config = None
         return product.matmul(a, b, precision, out)
     with torch.cuda.device_of(a):  # Triton launches on the current device
