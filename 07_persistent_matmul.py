@@ -39,7 +39,8 @@ def persistent_kernel(a_desc, b_desc, c_desc, M, N, K,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
                       SPLIT_K: tl.constexpr, B_T: tl.constexpr, HALVES: tl.constexpr):
     """C = A B, a program an SM. B is K by N, or (B_T) N by K; C is SPLIT_K times M, rounded up to whole tiles, by N.
-    No masks: what TMA reads outside of a matrix is zero, and what it would write there is left out."""
+    No masks: what TMA reads outside of a matrix is zero, and what it would write there is left out, but for the rest
+    of the 16 bytes in which a row ends (`tma_fills`)."""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     k_tiles = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     for unit in range(tl.program_id(0), tiles * SPLIT_K, tl.num_programs(0)):
@@ -222,7 +223,8 @@ def tma_takes(*matrices):
 
 
 def tma_fills(out):
-    """Whether TMA can also write it, and no element beyond: what it writes of a row ends at a multiple of 16 bytes."""
+    """Whether TMA can also write it, and no element beyond: it writes a row's last 16 bytes whole, wherever in them the
+    row ends (seen on an H200, of 2- and 4-byte elements; what it reads there is zero)."""
     return tma_takes(out) and out.shape[1] * out.element_size() % 16 == 0
 
 
@@ -245,8 +247,8 @@ def persistent_matmul(a, b, out=None, config=None):
 
     a: (M, K), b: (K, N) or a transposed view of (N, K). It is 03's, persistent_matmul.config then None, for fp32, where
     TMA cannot take a, b or out (a pointer or a row stride that is no multiple of 16 bytes, columns that are not
-    adjacent, no elements) and off compute capability 9.0. config: a Config to run; without it the fastest of
-    candidates(), found at the first call with each M, N, K.
+    adjacent, no elements; rows of out that end at no multiple of 16 bytes) and off compute capability 9.0. config: a
+    Config to run; without it the fastest of candidates(), found at the first call with each M, N, K.
     """
     a, b, out = product.checked(a, b, "ieee", out)
     if not isinstance(config, Config | None):

@@ -214,11 +214,7 @@ def kernels(report, readings):
         log.stop()
         for row, (ours, theirs) in zip(table.rows, windows):
             row["sm_mhz"], row["loop_mhz"] = (log.medians(window)["sm_mhz"] for window in (ours, theirs))
-        time_, cycles = apart(table.rows, False), apart(table.rows, True)
-        table.note("ms: do_bench, L2 flushed before each call. loop_ms: an event pair round back-to-back launches on "
-                   f"buffers larger than the L2. They differ by at most {time_:.1f}%"
-                   + (f", and by {cycles:.1f}% in cycles (ms x clock): a flush is a rest for the tensor cores, after "
-                      "which a power-limited GPU runs faster." if cycles is not None else "."))
+        table.note(second_clock(table.rows))
         table.note("ncu_ms: the kernel alone, no launch, no events, and the clock of a GPU that rests between "
                    "launches.")
         table.note("mark: where DRAM's bytes differ from the formula's by more than 5%; empty where they agree. What a "
@@ -227,12 +223,21 @@ def kernels(report, readings):
                    "DRAM's bytes over ncu_ms, of the rated bandwidth.")
 
 
-def apart(rows, cycles):
-    """By how many percent the loop and do_bench differ at most, in time or in cycles; None without clocks."""
-    if cycles and not all(row["sm_mhz"] and row["loop_mhz"] for row in rows):
-        return None
-    return max(100 * abs(row["loop_ms"] / row["ms"] * (row["loop_mhz"] / row["sm_mhz"] if cycles else 1) - 1)
-               for row in rows)
+def second_clock(rows):
+    """The note on the two clocks, from the rows above 100 us: how far apart they are, for matmuls also in cycles, which
+    a power limit leaves alone."""
+    def apart(rows, cycles=False):
+        return max((100 * abs(row["loop_ms"] / row["ms"] * (row["loop_mhz"] / row["sm_mhz"] if cycles else 1) - 1)
+                    for row in rows), default=0.0)
+    memory, matmuls = ([row for row in rows if row["ms"] > 0.1 and ("k" in row) == one] for one in (False, True))
+    clocked = all(row["sm_mhz"] and row["loop_mhz"] for row in matmuls)
+    return ("ms: do_bench, L2 flushed before each call. loop_ms: an event pair round back-to-back launches on buffers "
+            f"larger than the L2. Above 100 us they differ by at most {apart(memory):.1f}%, of matmuls by at most "
+            f"{apart(matmuls):.1f}%" + (
+                f", and by {apart(matmuls, True):.1f}% in cycles (ms x clock): a flush is a rest for the tensor cores, "
+                "after which a power-limited GPU runs faster." if clocked else ".")
+            + " Below, ms also holds each call's event pair, and loop_ms the launch, where that takes longer than the "
+            "kernel.")
 
 
 def main():

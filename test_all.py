@@ -2032,6 +2032,16 @@ def test_ncu_s_readings_are_medians_with_what_warps_wait_for(tool, monkeypatch):
         {"read": 7, "written": 8, "l2_hit": 9, "ns": 10, "name": "split_kernel", "stall": "long scoreboard 75%"}]
 
 
+def test_the_second_clock_s_note():
+    rows = [{"ms": 1.0, "loop_ms": 0.98, "sm_mhz": 2000.0, "loop_mhz": 2000.0},
+            {"ms": 1.0, "loop_ms": 1.1, "sm_mhz": 2000.0, "loop_mhz": 1800.0, "k": 8},
+            {"ms": 0.05, "loop_ms": 0.2, "sm_mhz": 2000.0, "loop_mhz": 2000.0, "k": 8}]
+    note = importlib.import_module("counters").second_clock
+    assert "at most 2.0%, of matmuls by at most 10.0%, and by 1.0% in cycles" in note(rows)
+    rows[1]["sm_mhz"] = None
+    assert "at most 2.0%, of matmuls by at most 10.0%. Below" in note(rows)
+
+
 def test_without_nvrtc_its_rows_are_left_out(report, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.cuda._utils", None)
     monkeypatch.setattr(vector, "inputs", lambda n: (randn(n),) * 3)
@@ -2768,13 +2778,23 @@ def test_07_and_08_into_their_own_input(which, launch):
     torch.testing.assert_close(out.double(), reference, rtol=2**-10, atol=1e-2)
 
 
-def test_07_and_08_write_no_other_element():
-    for launch, dtype in ((partial(persistent.persistent_matmul, config=CONFIGS[1]), torch.float16),
-                          (packed.fp32_matmul, torch.float32)):
-        a, b, room = randn(40, 48, dtype=dtype), randn(48, 29, dtype=dtype), poisoned(randn(60, 64).to(dtype))
-        launch(a, b if dtype == torch.float32 else persistent.framed(48, 29, dtype).copy_(b), out=room[8:48, 8:37])
-        torch.testing.assert_close(room[8:48, 8:37].double(), a.double() @ b.double(), rtol=1e-2, atol=0.05)
-        assert room.isnan().sum() == 60 * 64 - 40 * 29
+@pytest.mark.parametrize("n", [24, 29, 30, 31, 65, 72])  # TMA writes a row's last 16 bytes whole
+def test_07_and_08_write_no_other_element(n):
+    launches = [*((partial(persistent.persistent_matmul, config=one), torch.float16) for one in CONFIGS if one),
+                *((partial(packed.fp32_matmul, precision=one), torch.float32)
+                  for one in product.PRECISIONS[:5 if GPU else 3])]  # no interpreter runs bf16
+    for launch, dtype in launches:
+        a, b, room = randn(40, 48, dtype=dtype), randn(48, n, dtype=dtype), poisoned(randn(60, 96).to(dtype))
+        launch(a, persistent.framed(48, n, dtype).copy_(b), out=room[8:48, 8:8 + n])
+        torch.testing.assert_close(room[8:48, 8:8 + n].double(), a.double() @ b.double(), rtol=1e-2, atol=0.05)
+        assert room.isnan().sum() == 60 * 96 - 40 * n
+
+
+def test_tma_fills_whole_16_bytes_alone():
+    for dtype, whole in ((torch.float16, 8), (torch.float32, 4)):
+        room = torch.empty(8, 64, dtype=dtype)
+        assert [n for n in range(1, 17) if persistent.tma_fills(room[:, :n])] == list(range(whole, 17, whole))
+    assert not persistent.tma_fills(room[:, 1:5]) and not persistent.tma_fills(room[:0])
 
 
 REFUSED_MATMULS = {
