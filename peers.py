@@ -32,14 +32,14 @@ def inductor(x):
 
 @contextlib.contextmanager
 def compiled_ahead(report, shapes):
-    """What torch.compile makes of each (dtype, shape) is in its cache at the end: by other processes, meanwhile, where
-    the last of them is not there yet."""
+    """What torch.compile makes of each (dtype, shape) is in its cache at the end: by other processes, meanwhile. Each
+    takes seconds to start, so they have two shapes or more; and 4 GB of the GPU's memory."""
+    missing = [one for one in shapes if not compiled_mark(*one).exists()]
+    parts = min(triton.cdiv(len(missing), 2), max(1, os.cpu_count() // 2), 1 + torch.cuda.mem_get_info()[0] // 2**32)
     code = "import peers; peers.fill_cache({}, {!r})"
-    parts = max(1, min(os.cpu_count(), len(shapes), torch.cuda.mem_get_info()[0] // 2**32))  # 4 GB of the GPU's each
-    children = [] if cached(*shapes[-1]) else [
-        subprocess.Popen([sys.executable, "-c", code.format(report.args.device, shapes[part::parts])],
-                         cwd=common.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for part in range(parts)]
+    children = [subprocess.Popen([sys.executable, "-c", code.format(report.args.device, missing[part::parts])],
+                                 cwd=common.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                for part in range(parts)]
     try:
         yield
         for child in children:
@@ -49,20 +49,19 @@ def compiled_ahead(report, shapes):
             child.kill()
 
 
-def cached(dtype, shape):
-    """Whether torch.compile finds its code for this shape in its cache; it is there afterwards."""
-    try:
-        inductor(torch.empty(shape, dtype=common.DTYPES[dtype], device=common.device()))
-    except Exception:  # the table names it
-        return True
-    seen = torch._dynamo.utils.counters
-    return seen["inductor"]["fxgraph_cache_hit"] + seen["aot_autograd"]["autograd_cache_hit"] > 0
+def compiled_mark(dtype, shape):
+    """A file beside Inductor's cache that says that it holds a shape's code, of these versions and for this GPU."""
+    from torch._inductor.runtime import runtime_utils
+    key = torch.__version__, triton.__version__, torch.cuda.get_device_name(), dtype, *shape
+    return Path(runtime_utils.cache_dir(), "softmax-" + re.sub(r"[^\w.]+", "-", "-".join(map(str, key))))
 
 
 def fill_cache(device, shapes):
     torch.cuda.set_device(device)
     for dtype, shape in shapes:
-        inductor(torch.empty(shape, dtype=common.DTYPES[dtype], device="cuda"))
+        if not (mark := compiled_mark(dtype, shape)).exists():  # another script's may have been here
+            inductor(torch.empty(shape, dtype=common.DTYPES[dtype], device="cuda"))
+            mark.touch()
 
 
 def compiled(table, x):

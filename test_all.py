@@ -2,7 +2,6 @@
 
 References are float64. Where a test needs what this machine has not, it is skipped with the reason.
 """
-import collections
 import concurrent.futures
 import contextlib
 import ctypes
@@ -786,20 +785,28 @@ def test_equal_picks_are_timed_once(monkeypatch):
         assert {"triton", "triton/whole-row"} <= {*seen["own"]}
 
 
-@pytest.mark.parametrize("hit", [True, False])
-def test_torch_compile_s_cache_is_filled_where_it_is_empty(hit, monkeypatch):
-    """By processes of no more than a core and 4 GB of the GPU's memory each, which share the shapes."""
-    counters, started = collections.Counter(fxgraph_cache_hit=0), []
-    monkeypatch.setattr(torch._dynamo.utils, "counters", {"inductor": counters, "aot_autograd": collections.Counter()})
-    monkeypatch.setattr(peers, "inductor", lambda x: counters.update(fxgraph_cache_hit=hit))
-    monkeypatch.setattr(peers.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (13 * 2**30, 2**40))
+def test_torch_compile_s_cache_is_filled_where_it_is_empty(monkeypatch, tmp_path):
+    """By processes with two shapes or more and 4 GB of the GPU's memory each; a shape is compiled once."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    started, seen, shapes = [], [], [("fp32", (2, n)) for n in range(1, 8)]
+    monkeypatch.setattr(peers, "inductor", lambda x: seen.append(x.shape[1]))
+    monkeypatch.setattr(torch, "empty", lambda shape, **_: types.SimpleNamespace(shape=shape))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200 (one)")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(peers.subprocess, "Popen", lambda command, **_: started.append(command[-1]) or
                         types.SimpleNamespace(wait=lambda: None, kill=lambda: None))
-    shapes = [("fp32", (2, n)) for n in range(1, 6)]
-    with peers.compiled_ahead(types.SimpleNamespace(args=types.SimpleNamespace(device=0)), shapes):
-        assert len(started) == (0 if hit else 3)
-    assert sorted(re.findall(r"\(2, (\d)\)", "".join(started))) == ([] if hit else list("12345"))
+    report = types.SimpleNamespace(args=types.SimpleNamespace(device=0))
+    for cores, free, processes, filled in ((8, 2**40, 4, 2), (4, 2**40, 2, 0), (8, 9 * 2**30, 3, 5), (8, 2**40, 0, 0)):
+        monkeypatch.setattr(peers.os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
+        started.clear()
+        with peers.compiled_ahead(report, shapes):
+            assert len(started) == processes
+        left = sorted(set(range(1, 8)) - set(seen))
+        assert sorted(int(n) for n in re.findall(r"\(2, (\d)\)", "".join(started))) == left
+        for part in [shapes[len(seen):len(seen) + filled]] * 2:
+            peers.fill_cache(0, part)
+    assert seen == list(range(1, 8))
 
 
 def test_table_derives_its_rates(report, capsys):
