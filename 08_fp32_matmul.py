@@ -123,7 +123,7 @@ class Fma(NamedTuple):
 
 
 # "tf32x3" and "bf16x3" need 3 products of parts, "bf16x6" 6; as many stages as fit in 227 KB
-MODES = {"tf32": Mode(1, 13, torch.float32, Config("ws", 128, 256, 32, 4), batch=4),
+MODES = {"tf32": Mode(1, 13, torch.float32, Config("ws", 128, 256, 32, 4, group=16), batch=4),
          "tf32x3": Mode(2, 13, torch.float32, Config("ws", 128, 128, 32, 3), True),
          "bf16x3": Mode(2, 16, torch.bfloat16, Config("ws", 128, 128, 64, 3), True),
          "bf16x6": Mode(3, 16, torch.bfloat16, Config("ws", 128, 128, 64, 2), True), "ieee": Fma()}
