@@ -119,7 +119,7 @@ def ragged(args):
 tuned = triton.autotune(configs=CONFIGS[2] + CONFIGS[4], key=["M", "N", "K", "PRECISION"],
                         prune_configs_by={"early_config_prune": fitting})(
     triton.heuristics({"RAGGED": ragged})(matmul_kernel))
-found = {}     # what a search found, by shape, precision, dtype and device: later calls go past the autotuner
+found = {}     # what a search found, by shape, precision, element size and device: later calls skip the autotuner
 launched = {}  # launch()'s CompiledKernels, by kernel and `like`
 
 
@@ -132,9 +132,9 @@ def matmul(a, b, precision="tf32", out=None, config=None):
     interpreter). precision: how FP32 is multiplied, one of PRECISIONS (ignored for bf16 and fp16). out: (M, N) of the
     same dtype and device, any strides without overlap (an operand that it overlaps is copied first); without it, a new
     tensor. config: a triton.Config to run; without it the fastest of CONFIGS, found by a search at the first call with
-    each M, N, K and precision, which no CUDA graph can capture. Forward only; the split precisions ("tf32x3",
-    "bf16x3", "bf16x6") make NaN of infinities. Raises TypeError on dtypes and configs, ValueError on shapes, devices
-    and precisions that do not fit, RuntimeError where a gradient would be lost or a search captured.
+    each M, N, K, precision and element size, which no CUDA graph can capture. Forward only; the split precisions
+    ("tf32x3", "bf16x3", "bf16x6") make NaN of infinities. Raises TypeError on dtypes and configs, ValueError on shapes,
+    devices and precisions that do not fit, RuntimeError where a gradient would be lost or a search captured.
     """
     a, b, out = checked(a, b, precision, out)
     if config is not None and not (isinstance(config, triton.Config) and config.kwargs.keys() == ANY.kwargs.keys()):
@@ -145,7 +145,7 @@ def matmul(a, b, precision="tf32", out=None, config=None):
     args = (a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride())
     switches = {"PRECISION": precision if a.dtype == torch.float32 else "ieee",
                 "WIDE": max(reach(a), reach(b), reach(out)) >= 2**31}
-    key = m, n, k, switches["PRECISION"], a.dtype, a.device
+    key = m, n, k, switches["PRECISION"], a.element_size(), a.device  # bf16's and fp16's fastest are the same
     config = config or (ANY if common.INTERPRETED else found.get(key))
     with torch.cuda.device_of(a):  # Triton launches on the current device
         if config is None:
@@ -155,7 +155,7 @@ def matmul(a, b, precision="tf32", out=None, config=None):
         else:
             switches["RAGGED"] = ragged({"M": m, "N": n, **config.kwargs})
             own = config.all_kwargs()
-            like = key, *own.items(), args[6:], switches["WIDE"], *(x.data_ptr() % 16 for x in args[:3])
+            like = key, a.dtype, *own.items(), args[6:], switches["WIDE"], *(x.data_ptr() % 16 for x in args[:3])
             keywords = dict(zip(matmul_kernel.arg_names, args)) | own | switches
             matmul.kernel = launch(matmul_kernel, programs(m, n, config.kwargs), keywords, like)
     matmul.config = config
@@ -357,7 +357,7 @@ def vs_cublas(report, sizes, dtypes):
                 del a, b, out
         table.note("Both round the same FP32 sums to the output's dtype, which is most of rel_error "
                    "(above 4,096: over every eighth row).")
-        table.note("burst: the first 50 ms after half a second of rest, from 2,048 up; ms is the settled state, where "
+        table.note("burst: the first 50 ms after 250 ms of rest, from 2,048 up; ms is the settled state, where "
                    "the power limit has brought the clock down. launch_us: what a call takes the host, below 100 us.")
 
 

@@ -371,7 +371,7 @@ def vs_cublas(report, shapes):
         table.note("triton: the fastest of candidates(), by a search; triton/tma: of those the fastest that is plain "
                    "Triton, where that is not it, from 4,096 up; triton/pointers: 03's matmul. In FP16 the first and "
                    "cuBLAS alone.")
-        table.note("burst: the first 50 ms after half a second of rest, from 2,048 up; ms is the settled state. "
+        table.note("burst: the first 50 ms after 250 ms of rest, from 2,048 up; ms is the settled state. "
                    "launch_us: what a call takes the host, below 100 us.")
 
 

@@ -12,10 +12,10 @@ NUMBERS := $(foreach script,$(SCRIPTS),$(firstword $(subst _, ,$(script))))
 
 PYTHON := python3
 
-# A program that prints what a Python lacks of the modules named, or nothing. Without a GPU the kernels run in
-# Triton's interpreter, which fails in loops under numpy 2.4 and newer (3.6 does, 3.7 no longer).
+# A program that prints what a Python lacks of the modules named, or else what SAVE prints. Without a GPU the kernels
+# run in Triton's interpreter, which fails in loops under numpy 2.4 and newer (3.6 does, 3.7 no longer).
 define LACKS
-import importlib, sys
+import importlib, os, sys
 lacks, modules = [], {}
 def numbers(name):
     return [int(part) for part in modules[name].__version__.split(".")[:2]]
@@ -31,7 +31,8 @@ if "triton" in modules and numbers("triton") < [3, 6]:
 if not lacks and not modules["torch"].cuda.is_available():
     if numbers("triton") < [3, 7] and numbers("numpy") >= [2, 4]:
         lacks.append("a numpy older than 2.4, which Triton 3.6's interpreter needs without a GPU")
-print(", ".join(lacks))
+gpu = not lacks and modules["torch"].cuda.is_available()
+print(", ".join(lacks) or "--save" * (gpu and os.environ.get("TRITON_INTERPRET", "0") == "0"))
 endef
 
 ifneq ($(filter compare,$(MAKECMDGOALS)),)
@@ -43,8 +44,9 @@ endif
 ifneq ($(filter all quick ncu sanitize compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
 NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest hypothesis)
 ifeq ($(origin PYTHON),file)
-MISSING := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
+FOUND := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
 	$(PYTHON) -W ignore - $(NEEDED) || echo "a Python that starts")
+MISSING := $(filter-out --save,$(FOUND))
 ifneq ($(MISSING),)
 PYTHON := .venv/bin/python
 READY := .venv/ready
@@ -76,13 +78,16 @@ help:
 	@echo "Options: PYTHON=/path/to/python (used as it is; without it: python3 if it has what is needed, else"
 	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN, compare, plots, test, test-versions)"
 
-# --save where there is a GPU to measure, and the interpreter is not asked for in its place.
+# --save where there is a GPU to measure, and the interpreter is not asked for in its place. LACKS has imported torch,
+# which takes seconds, and found it already, unless PYTHON is given or .venv is made.
 SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"))
+
+SET_SAVE = save=$(filter --save,$(FOUND)); save=$${save:-$$($(PYTHON) -c '$(SAVE)')} || exit
 
 # Most of a check's time is compilation, of which one process keeps few cores busy: all of them go first, at once, and
 # fill Triton's cache. Where one fails, its script says so when it is its turn.
 all: $(READY)
-	@save=$$($(PYTHON) -c '$(SAVE)') || exit; \
+	@$(SET_SAVE); \
 	if [ "$$save" ]; then echo "== every check, side by side: the kernels are compiled" >&2; \
 	printf '%s\n' $(SCRIPTS) | xargs -I{} -P 0 $(PYTHON) {} --check >/dev/null 2>&1; fi; \
 	for script in $(wildcard common.py) $(SCRIPTS); do echo "== $$script" >&2; $(PYTHON) $$script $$save || exit; done
@@ -94,10 +99,10 @@ $(NUMBERS): $(READY)
 	@$(PYTHON) $(filter $@_%,$(SCRIPTS)) $(ARGS)
 
 ncu: $(READY)
-	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) counters.py $$save $(ARGS)
+	@$(SET_SAVE); $(PYTHON) counters.py $$save $(ARGS)
 
 sanitize: $(READY)
-	@save=$$($(PYTHON) -c '$(SAVE)') || exit; $(PYTHON) sanitize.py $$save $(ARGS)
+	@$(SET_SAVE); $(PYTHON) sanitize.py $$save $(ARGS)
 
 compare: $(READY)
 	@$(PYTHON) compare.py "$(OLD)" "$(NEW)" $(ARGS)

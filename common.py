@@ -207,7 +207,7 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=
     of the rounds, spread_pct their range over it. `warmup` ms are spent first, over all of them in turn (0 where
     the table is warm). Below `graph_below_ms`, graph_ms is the time in a replayed CUDA graph: no launch
     overhead, L2 warm; and launch_us what a call takes the host. burst: also "burst_ms" and "burst_windows", the first
-    50 ms after half a second of rest, before a power limit is felt. windows are the (start, end) times of the rounds,
+    50 ms after 250 ms of rest, before a power limit is felt. windows are the (start, end) times of the rounds,
     for ClockLog.medians. tell is called with the place of the provider that is next, and what is done with it.
     """
     for index, fn in enumerate(providers.values()):
@@ -250,7 +250,7 @@ def bench(providers, warmup=1000, rep=1000, rounds=3, graph_below_ms=0.1, burst=
     for index, name in enumerate(providers if burst else ()):
         tell(index, "burst")
         torch.cuda.synchronize()
-        time.sleep(0.5)
+        time.sleep(0.25)
         begin = time.time()
         result[name]["burst_ms"] = triton.testing.do_bench(providers[name], warmup=5, rep=min(50, rep),
                                                            return_mode="median")

@@ -7,6 +7,7 @@ racecheck knows shared memory alone: of races in global memory nothing is said. 
 """
 import concurrent.futures
 import importlib
+import itertools
 import os
 import re
 import shutil
@@ -185,13 +186,19 @@ def launch(device, seed, names, compile_only=False):
         torch.cuda.synchronize()
 
 
-def process(args, *command, names, **options):
-    """launch() in a process that `command` starts: (what it and the tool printed, its status)."""
+def process(args, *command, names, tell=lambda name: None, **options):
+    """launch() in a process that `command` starts: (what it and the tool printed, its status). tell is called with the
+    name of each case that begins."""
     code = f"import sanitize; sanitize.launch({args.device}, {args.seed}, {names}, **{options})"
-    done = subprocess.run([*command, sys.executable, "-c", code], cwd=os.path.dirname(os.path.abspath(__file__)),
+    lines = []
+    with subprocess.Popen([*command, sys.executable, "-c", code], cwd=os.path.dirname(os.path.abspath(__file__)),
                           env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, errors="replace")
-    return done.stdout, done.returncode
+                          stderr=subprocess.STDOUT, text=True, errors="replace") as child:
+        for line in child.stdout:
+            lines.append(line)
+            if line.startswith(MARK):
+                tell(line[len(MARK):].strip())
+    return "".join(lines), child.returncode
 
 
 def command(tool):
@@ -214,30 +221,35 @@ def parse(text):
     return found, sum(int(total.replace(",", "")) for total in totals) if totals else None
 
 
-def examine(tool, args):
-    """The tool's rows, and whether all is well: its planted fault is caught and every case is clean."""
+def examine(tool, names, args, tell):
+    """The tool's rows of these cases, and whether all is well: its planted fault is caught, and every case clean."""
     fault, _, message = PLANTED[tool]
-    rows, well = [], True
-    for names in ([fault], list(CASES)):
-        text, status = process(args, *command(tool), names=names)
-        found, total = parse(text)
-        if total is None or not found:
-            last = ([line for line in text.splitlines() if line.strip("= ")] or ["nothing"])[-1]
-            common.fail(f"compute-sanitizer --tool {tool} gave no result, status {status}; it ended with: {last}")
-        for name in names:
-            launches, reports = found.get(name, (0, ["not reached"]))
-            caught = any(message in line for line in reports)
-            value = f"{len(reports)} printed, the first: {reports[0]}" if reports else "clean"
-            if name == fault:
-                value = "caught" if caught else f"not caught: {value}"
-            rows.append({"tool": tool, "case": name, "count": launches, "value": value})
-            if value not in ("clean", "caught"):             # at once: the other tools may take minutes
-                print(f"[sanitize] {tool}, {name}: {value}", file=sys.stderr, flush=True)
-        well &= caught if names == [fault] else total == 0 and status == 0 and all(
-            row["value"] == "clean" for row in rows[1:])
-        print(f"[sanitize] {tool}, {fault if names == [fault] else 'every kernel'}: {total:,} errors, status {status}",
-              file=sys.stderr, flush=True)
-    return rows, well
+    text, status = process(args, *command(tool), names=names, tell=tell)
+    found, total = parse(text)
+    if total is None or not found:
+        last = ([line for line in text.splitlines() if line.strip("= ")] or ["nothing"])[-1]
+        common.fail(f"compute-sanitizer --tool {tool} gave no result, status {status}; it ended with: {last}")
+    rows = []
+    for name in names:
+        launches, reports = found.get(name, (0, ["not reached"]))
+        value = f"{len(reports)} printed, the first: {reports[0]}" if reports else "clean"
+        if name == fault:
+            value = "caught" if any(message in line for line in reports) else f"not caught: {value}"
+        rows.append({"tool": tool, "case": name, "count": launches, "value": value})
+        if value not in ("clean", "caught"):                 # at once: others may take minutes
+            common.progress()
+            print(f"[sanitize] {tool}, {name}: {value}", file=sys.stderr, flush=True)
+    if names == [fault]:
+        return rows, value == "caught"
+    return rows, total == 0 and status == 0 and all(row["value"] == "clean" for row in rows)
+
+
+def shares():
+    """[(tool, cases)]: each tool's planted fault, and every case once a tool, in as many processes as cores keep busy:
+    a tool patches each kernel that it sees, on the CPU, for seconds."""
+    parts = max(1, min(len(CASES), os.cpu_count() // len(PLANTED)))
+    return [(tool, names) for tool in PLANTED
+            for names in ([PLANTED[tool][0]], *(list(CASES)[part::parts] for part in range(parts)))]
 
 
 def sanitize(report):
@@ -250,9 +262,17 @@ def sanitize(report):
     if status:
         common.fail(f"the launches fail without any tool, too: {(text.splitlines() or ['no message'])[-1][:200]}")
     with report.table("sanitize", "every kernel under NVIDIA's compute-sanitizer", cases=0) as table:
-        with concurrent.futures.ThreadPoolExecutor(len(PLANTED)) as pool:
-            examined = list(pool.map(partial(examine, args=report.args), PLANTED))
-        for row in (row for rows, _ in examined for row in rows):
+        todo, begun = shares(), itertools.count(1)
+        cases = sum(len(names) for _, names in todo)
+
+        def one(tool, names):
+            return examine(tool, names, report.args, lambda name: common.progress(
+                f"[sanitize] case {next(begun)} of {cases}: {tool}, {name}"))
+        with concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count())) as pool:
+            examined = list(pool.map(one, *zip(*todo)))
+        order = {name: place for place, name in enumerate([*(fault for fault, *_ in PLANTED.values()), *CASES])}
+        for row in sorted((row for rows, _ in examined for row in rows),
+                          key=lambda row: (list(PLANTED).index(row["tool"]), order[row["case"]])):
             table.row(**row)
         table.note("count: launches. racecheck sees shared memory alone. Each tensor is an allocation of its own "
                    "(PYTORCH_NO_CUDA_MEMORY_CACHING=1); what torch's own kernels do is not looked at.")

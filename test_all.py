@@ -2325,6 +2325,7 @@ def sanitizer(tool, report, monkeypatch):
 def test_a_clean_sanitizer_run(sanitizer, report, capsys):
     well, values = sanitizer(CLEAN)
     assert well and set(values.values()) == {"clean", "caught"} and len(values) == 9
+    assert [case for _, case in values] == 3 * ["planted", "add", "rows"]
     report.name = "sanitize"
     report.finish()
     record = json.loads(next((common.ROOT / "results").rglob("sanitize.json")).read_text())
@@ -2358,6 +2359,15 @@ def test_a_sanitizer_that_does_not_run_gets_one_line(body, compiles, line, sanit
         sanitizer(body or "true", compiles=compiles)
     *_, last = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and re.search(line, last)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 6, 16, 1000])
+def test_each_tool_looks_at_every_case_once(cores, monkeypatch):
+    module = importlib.import_module("sanitize")
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    found = [(tool, name) for tool, names in module.shares() for name in names]
+    assert sorted(found) == sorted((tool, name) for tool, (fault, *_) in module.PLANTED.items()
+                                   for name in (fault, *module.CASES))
 
 
 def test_the_sanitizer_looks_at_every_kernel():
@@ -3054,6 +3064,21 @@ def test_make_uses_a_python_that_lacks_nothing_and_else_makes_a_venv(steps):
         assert done.returncode == 0, done.stderr
         assert ("python3 lacks: tabulate." in done.stdout) == bool(answer)
         assert (".venv/bin/python -m pytest" in done.stdout) == bool(answer)
+
+
+@pytest.mark.parametrize("gpu, interpret, save", [(True, "0", True), (True, "1", False), (False, "0", False)])
+def test_make_saves_where_a_gpu_is_to_be_measured(gpu, interpret, save, steps):
+    """Without a GPU the recipe asks again, which no run waits for."""
+    for name in ("triton", "numpy", "tabulate"):
+        (steps / f"{name}.py").write_text("__version__ = '3.6.0' if __name__ == 'triton' else '2.3.1'\n")
+    (steps / "torch.py").write_text(f"import types\ncuda = types.SimpleNamespace(is_available=lambda: {gpu})\n")
+    (steps / "02_b.py").unlink()
+    (steps / "python3").symlink_to(sys.executable)
+    path = f"{steps}:{os.environ['PATH']}"
+    done = make("all", cwd=steps, PATH=path, PYTHONPATH=str(steps), TRITON_INTERPRET=interpret)
+    given = ["--save"] * save
+    assert done.returncode == 0 and done.stdout.splitlines() == [f"01_a {given}", f"03_c {given}"], done.stderr
+    assert ("side by side" in done.stderr) == save
 
 
 # ---------------------------------------------------------------- 05: the article's compiler output, exactly
