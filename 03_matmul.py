@@ -11,6 +11,7 @@ The answer is the column `ratio` of the table `vs_cublas`; `grouping` shows what
 and `fp32_precision` what each way of multiplying FP32 costs and how exact it is.
 """
 import contextlib
+import functools
 import sys
 from functools import partial
 
@@ -116,9 +117,14 @@ def ragged(args):
     return args["M"] % args["BLOCK_M"] > 0 or args["N"] % args["BLOCK_N"] > 0
 
 
-tuned = triton.autotune(configs=CONFIGS[2] + CONFIGS[4], key=["M", "N", "K", "PRECISION"],
-                        prune_configs_by={"early_config_prune": fitting})(
-    triton.heuristics({"RAGGED": ragged})(matmul_kernel))
+@functools.cache
+def tuned(device):
+    """The kernel under the autotuner, whose cache knows no devices: so one for each."""
+    return triton.autotune(configs=CONFIGS[2] + CONFIGS[4], key=["M", "N", "K", "PRECISION"],
+                           prune_configs_by={"early_config_prune": fitting})(
+        triton.heuristics({"RAGGED": ragged})(matmul_kernel))
+
+
 found = {}     # what a search found, by shape, precision, element size and device: later calls skip the autotuner
 launched = {}  # launch()'s CompiledKernels, by kernel and `like`
 
@@ -132,9 +138,10 @@ def matmul(a, b, precision="tf32", out=None, config=None):
     interpreter). precision: how FP32 is multiplied, one of PRECISIONS (ignored for bf16 and fp16). out: (M, N) of the
     same dtype and device, any strides without overlap (an operand that it overlaps is copied first); without it, a new
     tensor. config: a triton.Config to run; without it the fastest of CONFIGS, found by a search at the first call with
-    each M, N, K, precision and element size, which no CUDA graph can capture. Forward only; the split precisions
-    ("tf32x3", "bf16x3", "bf16x6") make NaN of infinities. Raises TypeError on dtypes and configs, ValueError on shapes,
-    devices and precisions that do not fit, RuntimeError where a gradient would be lost or a search captured.
+    each M, N, K, precision and element size. No CUDA graph can capture a search, or the first launch with some sizes,
+    dtypes and strides. Forward only; the split precisions ("tf32x3", "bf16x3", "bf16x6") make NaN of infinities. Raises
+    TypeError on dtypes and configs, ValueError on shapes, devices and precisions that do not fit, RuntimeError where a
+    gradient would be lost or one of these captured.
     """
     a, b, out = checked(a, b, precision, out)
     if config is not None and not (isinstance(config, triton.Config) and config.kwargs.keys() == ANY.kwargs.keys()):
@@ -149,15 +156,15 @@ def matmul(a, b, precision="tf32", out=None, config=None):
     config = config or (ANY if common.INTERPRETED else found.get(key))
     with torch.cuda.device_of(a):  # Triton launches on the current device
         if config is None:
-            may_search(m, n, k)
-            tuned[lambda meta: programs(m, n, meta)](*args, **switches)
-            config = found[key] = tuned.best_config
-        else:
-            switches["RAGGED"] = ragged({"M": m, "N": n, **config.kwargs})
-            own = config.all_kwargs()
-            like = key, a.dtype, *own.items(), args[6:], switches["WIDE"], *(x.data_ptr() % 16 for x in args[:3])
-            keywords = dict(zip(matmul_kernel.arg_names, args)) | own | switches
-            matmul.kernel = launch(matmul_kernel, programs(m, n, config.kwargs), keywords, like)
+            not_captured(f"search at {m} x {n} x {k}")
+            search = tuned(a.device)
+            search[lambda meta: programs(m, n, meta)](*args, **switches)
+            config = found[key] = search.best_config
+        switches["RAGGED"] = ragged({"M": m, "N": n, **config.kwargs})
+        own = config.all_kwargs()
+        like = key, a.dtype, *own.items(), args[6:], switches["WIDE"], *(x.data_ptr() % 16 for x in args[:3])
+        keywords = dict(zip(matmul_kernel.arg_names, args)) | own | switches
+        matmul.kernel = launch(matmul_kernel, programs(m, n, config.kwargs), keywords, like)
     matmul.config = config
     return out
 
@@ -171,6 +178,7 @@ def launch(kernel, grid, keywords, like):
     if (kernel, like) in launched:
         launched[kernel, like][(*grid, 1, 1)[:3]](*(keywords[name] for name in kernel.arg_names))
     else:
+        not_captured("first launch for these sizes, dtypes and strides")
         launched[kernel, like] = kernel[grid](**keywords)
     return launched[kernel, like]
 
@@ -192,11 +200,10 @@ def checked(a, b, precision, out):
     return *(common.apart(x, out, elementwise=False) for x in (a, b)), out
 
 
-def may_search(m, n, k):
-    """Raise RuntimeError in a CUDA graph's capture."""
+def not_captured(what):
+    """Raise RuntimeError in a CUDA graph's capture: nothing can be timed there, and no kernel loaded."""
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"matmul: the search at {m} x {n} x {k} cannot be captured in a CUDA graph; call matmul "
-                           "once before, or give a config")
+        raise RuntimeError(f"matmul: the {what} cannot be captured in a CUDA graph; call matmul once before")
 
 
 def programs(m, n, meta):
@@ -349,7 +356,6 @@ def vs_cublas(report, sizes, dtypes):
                 limit = 2 * torch.finfo(a.dtype).eps
                 providers = {"triton": matmul, "cublas": cublas}
                 extra = {name: {"rel_error": proven(name, call, a, b, out, limit)} for name, call in providers.items()}
-                matmul(a, b, out=out)  # again: the search's kernel was the autotuner's
                 extra["triton"] |= {"config": config_name(matmul.config), "regs": matmul.kernel.n_regs,
                                     "spills": matmul.kernel.n_spills}
                 table.time(case(n, dtype), {name: partial(call, a, b, out=out) for name, call in providers.items()},

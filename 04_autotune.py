@@ -89,13 +89,21 @@ TRIAL = "import importlib; importlib.import_module('04_autotune').try_out({devic
 
 
 @functools.cache
+def trial(*configs):
+    """Compile and launch them in a process of its own; the ended process."""
+    code = TRIAL.format(device=torch.cuda.current_device() if torch.cuda.is_available() else 0,
+                        configs=[config.all_kwargs() for config in configs])
+    return subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, capture_output=True, text=True)
+
+
+@functools.cache
 def lost(*configs):
     """{name: how} of the configs that end the process which compiles and launches them: an abort in the compiler or a
     bad address on the GPU, neither of which can be caught. So all are tried in one other process, and if that ends, in
     halves of them. Costs the start of a process a run: the kernels that it compiles are cached for this one."""
-    code = TRIAL.format(device=torch.cuda.current_device() if torch.cuda.is_available() else 0,
-                        configs=[config.all_kwargs() for config in configs])
-    child = subprocess.run([sys.executable, "-c", code], cwd=common.ROOT, capture_output=True, text=True)
+    child = trial(*configs)
+    if child.returncode and trial().returncode:              # the GPU takes one process alone, say
+        common.fail(f"a second process cannot use this GPU: {(trial().stderr.splitlines() or ['it ended'])[-1][:200]}")
     if child.returncode and len(configs) > 1:
         half = len(configs) // 2
         return lost(*configs[:half]) | lost(*configs[half:])
@@ -280,7 +288,7 @@ def cost(report, n):
         codes = [code.format(report.args.device, n, tuner, keep) for tuner, _, keep in runs]
         with tempfile.TemporaryDirectory() as cache:         # a folder a tuner
             envs = [{"TRITON_CACHE_DIR": os.path.join(cache, tuner)} for tuner, *_ in runs]
-            seconds = {run[:2]: float(out) for run, out in zip(runs, common.in_turn("cost", codes, envs))}
+            seconds = {run[:2]: float(out.split()[-1]) for run, out in zip(runs, common.in_turn("cost", codes, envs))}
         for tuner, call, case in (("triton.autotune", 0, "new process, empty cache"),
                                   ("triton.autotune", 1, "new process, kernels cached"),
                                   ("triton.autotune", 2, "new process, cache_results=True and tuned before"),

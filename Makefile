@@ -79,10 +79,11 @@ help:
 	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN, compare, plots, test, test-versions)"
 
 # --save where there is a GPU to measure, and the interpreter is not asked for in its place. LACKS has imported torch,
-# which takes seconds, and found it already, unless PYTHON is given or .venv is made.
+# which takes seconds, and found it already, unless PYTHON is given or .venv is made; or a variable is, as
+# TRITON_INTERPRET=1 behind `make all`, which $(shell) does not get before GNU make 4.4.
 SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"))
 
-SET_SAVE = save=$(filter --save,$(FOUND)); save=$${save:-$$($(PYTHON) -c '$(SAVE)')} || exit
+SET_SAVE = save=$(if $(MAKEOVERRIDES),,$(filter --save,$(FOUND))); save=$${save:-$$($(PYTHON) -c '$(SAVE)')} || exit
 
 # Most of a check's time is compilation, of which one process keeps few cores busy: all of them go first, at once, and
 # fill Triton's cache. Where one fails, its script says so when it is its turn.

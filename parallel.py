@@ -46,7 +46,7 @@ def side_by_side(calls):
 def in_turn(what, codes, environments):
     """What each Python program prints after its my_turn(), in a new process with some variables of its own. All start
     together, since importing torch takes seconds; each goes on when those before it have ended. what: the table, for
-    the message where one fails."""
+    the one line that ends the run where one fails (a GPU that takes one process alone, say)."""
     with contextlib.ExitStack() as stack:
         children = []
         for code, variables in zip(codes, environments):
@@ -61,7 +61,8 @@ def in_turn(what, codes, environments):
             common.progress(f"{what}: process {index + 1} of {len(children)}")
             out, errors = child.communicate("go\n")
             if child.returncode:
-                raise AssertionError(f"{what}: the child failed: {errors.strip()[-300:]}")
+                last = (errors.strip().splitlines() or [f"status {child.returncode}"])[-1]
+                common.fail(f"{what}: a process of its own failed: {last[:300]}")
             printed.append(out)
         return printed
 
