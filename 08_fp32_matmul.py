@@ -107,7 +107,12 @@ class Mode(NamedTuple):
 
 
 class Fma(NamedTuple):
-    """A config of fma_kernel; its letters are the kernel's."""
+    """A config of fma_kernel; its letters are the kernel's.
+
+    What limits it is the register file. In the loop's SASS (Triton 3.6, cc 9.0), with two banks that each give one
+    operand a cycle and operands marked .reuse given for nothing, 776 of 2,048 FFMAs take two cycles: with all other
+    instructions 2,989 cycles, of which 2,048 are 68.5%. That is the pct_peak that an H200 shows, to half a percent.
+    """
     block_m: int = 128
     block_n: int = 256
     block_k: int = 16
