@@ -202,7 +202,7 @@ def checked(a, b, precision, out):
 
 def not_captured(what):
     """Raise RuntimeError in a CUDA graph's capture: nothing can be timed there, and no kernel loaded."""
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"matmul: the {what} cannot be captured in a CUDA graph; call matmul once before")
 
 

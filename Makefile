@@ -68,7 +68,7 @@ help:
 	@echo "make NN       one step:"
 	@$(foreach script,$(SCRIPTS),echo "  make $(firstword $(subst _, ,$(script)))       $$(head -n 1 $(script) | tr -d '"')";)
 	@echo "make quick    every step as a smoke run: short windows, nothing saved"
-	@echo "make ncu      DRAM counters of the matmul, with Nsight Compute; saves results/<gpu>/counters.json"
+	@echo "make ncu      DRAM counters of every kernel, with Nsight Compute; saves results/<gpu>/counters.json"
 	@echo "make sanitize   every kernel under compute-sanitizer: memory, initialization, races; saves sanitize.json there"
 	@echo "make compare OLD=results/a NEW=results/b   two runs, row by row: better, worse or within noise"
 	@echo "make plots    SVGs from results/, beside its tables; measures nothing, needs matplotlib"
@@ -76,7 +76,7 @@ help:
 	@echo "make test-versions   those that need no GPU, under each Triton from 3.6 on; VERSIONS='3.6 newest' picks some"
 	@echo "make clean    remove .venv, .versions/, plots/ and Python's caches; results/ stays"
 	@echo "Options: PYTHON=/path/to/python (used as it is; without it: python3 if it has what is needed, else"
-	@echo "a .venv is made), ARGS='--n 8192' (passed on by make NN, compare, plots, test, test-versions)"
+	@echo "a .venv is made), ARGS='--n 8192' (passed on by all but make all, quick and clean)"
 
 # --save where there is a GPU to measure, and the interpreter is not asked for in its place. LACKS has imported torch,
 # which takes seconds, and found it already, unless PYTHON is given or .venv is made; or a variable is, as
