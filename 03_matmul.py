@@ -160,6 +160,7 @@ def matmul(a, b, precision="tf32", out=None, config=None):
             search = tuned(a.device)
             search[lambda meta: programs(m, n, meta)](*args, **switches)
             config = found[key] = search.best_config
+        # After a search, too: the autotuner keeps its CompiledKernel, and a graph's capture may follow.
         switches["RAGGED"] = ragged({"M": m, "N": n, **config.kwargs})
         own = config.all_kwargs()
         like = key, a.dtype, *own.items(), args[6:], switches["WIDE"], *(x.data_ptr() % 16 for x in args[:3])

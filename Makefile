@@ -12,8 +12,9 @@ NUMBERS := $(foreach script,$(SCRIPTS),$(firstword $(subst _, ,$(script))))
 
 PYTHON := python3
 
-# A program that prints what a Python lacks of the modules named, or else what SAVE prints. Without a GPU the kernels
-# run in Triton's interpreter, which fails in loops under numpy 2.4 and newer (3.6 does, 3.7 no longer).
+# A program that prints what a Python lacks of the modules named; where it lacks nothing, --save if there is a GPU to
+# measure, and the interpreter is not asked for in its place. Without a GPU the kernels run in Triton's interpreter,
+# which fails in loops under numpy 2.4 and newer (3.6 does, 3.7 no longer).
 define LACKS
 import importlib, os, sys
 lacks, modules = [], {}
@@ -34,6 +35,7 @@ if not lacks and not modules["torch"].cuda.is_available():
 gpu = not lacks and modules["torch"].cuda.is_available()
 print(", ".join(lacks) or "--save" * (gpu and os.environ.get("TRITON_INTERPRET", "0") == "0"))
 endef
+ASK = sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | $(PYTHON) -W ignore - $(NEEDED)
 
 ifneq ($(filter compare,$(MAKECMDGOALS)),)
 ifeq ($(and $(OLD),$(NEW)),)
@@ -44,8 +46,7 @@ endif
 ifneq ($(filter all quick ncu sanitize compare plots test $(NUMBERS),$(MAKECMDGOALS)),)
 NEEDED := torch triton numpy tabulate $(if $(filter test,$(MAKECMDGOALS)),pytest hypothesis)
 ifeq ($(origin PYTHON),file)
-FOUND := $(shell sed -n '/^define LACKS/,/^endef/ {//!p}' $(firstword $(MAKEFILE_LIST)) | \
-	$(PYTHON) -W ignore - $(NEEDED) || echo "a Python that starts")
+FOUND := $(shell $(ASK) || echo "a Python that starts")
 MISSING := $(filter-out --save,$(FOUND))
 ifneq ($(MISSING),)
 PYTHON := .venv/bin/python
@@ -78,12 +79,9 @@ help:
 	@echo "Options: PYTHON=/path/to/python (used as it is; without it: python3 if it has what is needed, else"
 	@echo "a .venv is made), ARGS='--n 8192' (passed on by all but make all, quick and clean)"
 
-# --save where there is a GPU to measure, and the interpreter is not asked for in its place. LACKS has imported torch,
-# which takes seconds, and found it already, unless PYTHON is given or .venv is made; or a variable is, as
-# TRITON_INTERPRET=1 behind `make all`, which $(shell) does not get before GNU make 4.4.
-SAVE = import os, torch; print("--save" * (torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"))
-
-SET_SAVE = save=$(if $(MAKEOVERRIDES),,$(filter --save,$(FOUND))); save=$${save:-$$($(PYTHON) -c '$(SAVE)')} || exit
+# --save or nothing. Importing torch takes seconds, so the answer found above serves; not where a variable is given, as
+# TRITON_INTERPRET=1 behind `make all`, which $(shell) does not get before GNU make 4.4, or where there was none yet.
+SET_SAVE = save=$(if $(MAKEOVERRIDES),,$(filter --save,$(FOUND))); save=$${save:-$$($(ASK) | grep -x -e --save)}
 
 # Most of a check's time is compilation, of which one process keeps few cores busy: all of them go first, at once, and
 # fill Triton's cache. Where one fails, its script says so when it is its turn.

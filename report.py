@@ -54,7 +54,8 @@ def measured(results, what):
         return claims.table(results)
     if what == "conditions":
         record = next(iter(results.files.values()))
-        return common.header(record["gpu"], record["versions"]).replace("\n", "; ")
+        commits = sorted({f"`{str(record['commit'])[:7]}`" for record in results.files.values()})
+        return common.header(record["gpu"], record["versions"]).replace("\n", "; ") + f"; code of {', '.join(commits)}"
     script, table, *columns = what.split()
     rows = results.rows(script, table)
     if columns:

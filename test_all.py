@@ -3094,7 +3094,7 @@ def test_make_all_stops_at_a_failing_step_with_its_status(steps):
 
 def test_make_all_runs_every_check_at_once_and_then_step_by_step(steps):
     """A check that fails does not end it: the step will, where it still does."""
-    (steps / "python").write_text('#!/bin/sh\n[ $1 = -c ] && { echo --save; exit; }\necho "$*" >>log\n'
+    (steps / "python").write_text('#!/bin/sh\n[ $1 = -W ] && { echo --save; exit; }\necho "$*" >>log\n'
                                   '[ "$*" != "02_b.py --check" ]\n')
     (steps / "python").chmod(0o755)
     done = make(f"PYTHON={steps}/python", "all", cwd=steps)
